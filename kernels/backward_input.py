@@ -1,0 +1,128 @@
+"""The gradient of the input, from one read of dy and x and one write of dx.
+
+    dx = dy * A + (x - hi) * B + D
+
+    A = weight * invstd
+    B = -A * invstd^2 * sum dy * (x - mean) / M
+    D = -A * sum dy / M - lo * B
+
+with the sums and the count M over all ranks. Tiles are walked from the last to the first: what
+`backward_reduce` read last is what the cache still holds.
+
+Source: Ioffe and Szegedy, "Batch Normalization", 2015, section 3, with the derivatives collected
+per channel.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import tile
+from .blocks import Blocks, choose_blocks
+from .launch import accumulator, launch
+from .layout import view
+from .packing import load_affine, load_count, load_invstd, load_mean
+from .results import empty_like_input
+
+
+@triton.jit
+def backward_input_kernel(
+    x_ptr,
+    dy_ptr,
+    dx_ptr,
+    packed_ptr,
+    stats_ptr,
+    weight_ptr,
+    C,
+    S,
+    tiles,
+    tiles_per_row,
+    tiles_per_program,
+    stride_xn,
+    stride_xc,
+    stride_xs,
+    stride_dyn,
+    stride_dyc,
+    stride_dys,
+    stride_dxn,
+    stride_dxc,
+    stride_dxs,
+    ACC: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    EVEN_C: tl.constexpr,
+    EVEN_S: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    pid = tl.num_programs(0) - 1 - tl.program_id(0)
+    offs_c, mask_c = tile.program_channels(pid, C, BLOCK_C, EVEN_C)
+    begin, end = tile.program_tiles(pid, C, tiles, tiles_per_program, BLOCK_C)
+    x_ptrs = tile.tile_pointers(x_ptr, offs_c, stride_xc, stride_xs, BLOCK_S)
+    dy_ptrs = tile.tile_pointers(dy_ptr, offs_c, stride_dyc, stride_dys, BLOCK_S)
+    dx_ptrs = tile.tile_pointers(dx_ptr, offs_c, stride_dxc, stride_dxs, BLOCK_S)
+
+    hi, lo = load_mean(stats_ptr, offs_c, mask_c, C)
+    invstd = load_invstd(stats_ptr, offs_c, mask_c, C)
+    count = load_count(stats_ptr, C).to(tl.float64)
+    mean_dy = (tl.load(packed_ptr + offs_c, mask=mask_c, other=0.0) / count).to(ACC)
+    mean_dy_xmu = (tl.load(packed_ptr + C + offs_c, mask=mask_c, other=0.0) / count).to(ACC)
+    a = load_affine(weight_ptr, offs_c, mask_c, 1.0, HAS_WEIGHT, ACC) * invstd
+    b = -a * invstd * invstd * mean_dy_xmu
+    d = -a * mean_dy - lo * b
+
+    for i in range(begin, end):
+        t = begin + end - 1 - i
+        x_start = tile.tile_start(t, tiles_per_row, stride_xn, stride_xs, BLOCK_S)
+        dy_start = tile.tile_start(t, tiles_per_row, stride_dyn, stride_dys, BLOCK_S)
+        dx_start = tile.tile_start(t, tiles_per_row, stride_dxn, stride_dxs, BLOCK_S)
+        mask = tile.tile_mask(t, mask_c, S, tiles_per_row, BLOCK_S, EVEN_S)
+        x = tl.load(x_ptrs + x_start, mask=mask, other=0.0, eviction_policy="evict_first").to(ACC)
+        dy = tl.load(dy_ptrs + dy_start, mask=mask, other=0.0, eviction_policy="evict_first")
+        dx = dy.to(ACC) * a[:, None] + (x - hi[:, None]) * b[:, None] + d[:, None]
+        tl.store(dx_ptrs + dx_start, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+def backward_input(
+    x: Tensor,
+    dy: Tensor,
+    stats: Tensor,
+    weight: Tensor | None,
+    packed: Tensor,
+    blocks: Blocks | None = None,
+) -> Tensor:
+    """The gradient of x.
+
+    Args:
+        x: ``(N, C, *)``, as given to `normalize`.
+        dy: Gradient of y, of x's shape, any strides.
+        stats: ``(3C + 1,)``, from `normalize`.
+        weight: ``(C,)`` or None for 1.
+        packed: ``(2C,)``, fp64: the sums of `backward_reduce`, summed over ranks.
+        blocks: Block sizes; chosen for the shape if absent.
+
+    Returns:
+        dx, of x's shape, dtype and memory format.
+    """
+    dx = empty_like_input(x)
+    if x.numel() == 0:
+        return dx
+    v = view(x, dy, dx)
+    blocks = blocks or choose_blocks("backward_input", v, x.dtype, x.device)
+    cut = blocks.cut(v)
+    launch(
+        backward_input_kernel,
+        cut,
+        *v.tensors,
+        packed,
+        stats,
+        weight,
+        v.C,
+        v.S,
+        *cut.tiling,
+        *v.strides[0],
+        *v.strides[1],
+        *v.strides[2],
+        ACC=accumulator(x.dtype),
+        HAS_WEIGHT=weight is not None,
+    )
+    return dx

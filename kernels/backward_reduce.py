@@ -1,0 +1,143 @@
+"""The two sums of the gradient per channel, from one read of dy and x.
+
+    sum dy        sum dy * (x - mean) = sum dy * (x - hi) - lo * sum dy
+
+``x - hi`` is exact near the mean (see `packing`). Lanes accumulate in fp32 (fp64 for fp64 input)
+and are added up in fp64. The same two sums of this rank alone are the parameters' gradients::
+
+    grad_weight = sum dy * (x - mean) * invstd        grad_bias = sum dy
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import tile
+from .blocks import Blocks, choose_blocks
+from .launch import accumulator, launch
+from .layout import view
+from .merge import merge_gradients
+from .packing import load_mean, store_gradients
+from .results import empty_gradients
+
+
+@triton.jit
+def backward_reduce_kernel(
+    x_ptr,
+    dy_ptr,
+    stats_ptr,
+    out_ptr,
+    grad_weight_ptr,
+    grad_bias_ptr,
+    C,
+    S,
+    tiles,
+    tiles_per_row,
+    tiles_per_program,
+    stride_xn,
+    stride_xc,
+    stride_xs,
+    stride_dyn,
+    stride_dyc,
+    stride_dys,
+    ACC: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    EVEN_C: tl.constexpr,
+    EVEN_S: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    offs_c, mask_c = tile.program_channels(pid, C, BLOCK_C, EVEN_C)
+    begin, end = tile.program_tiles(pid, C, tiles, tiles_per_program, BLOCK_C)
+    x_ptrs = tile.tile_pointers(x_ptr, offs_c, stride_xc, stride_xs, BLOCK_S)
+    dy_ptrs = tile.tile_pointers(dy_ptr, offs_c, stride_dyc, stride_dys, BLOCK_S)
+    hi, lo = load_mean(stats_ptr, offs_c, mask_c, C)
+
+    sum_dy = tl.zeros([BLOCK_C, BLOCK_S], ACC)
+    sum_dy_xhi = tl.zeros([BLOCK_C, BLOCK_S], ACC)
+    for t in range(begin, end):
+        x_start = tile.tile_start(t, tiles_per_row, stride_xn, stride_xs, BLOCK_S)
+        dy_start = tile.tile_start(t, tiles_per_row, stride_dyn, stride_dys, BLOCK_S)
+        mask = tile.tile_mask(t, mask_c, S, tiles_per_row, BLOCK_S, EVEN_S)
+        x = tl.load(x_ptrs + x_start, mask=mask, other=0.0).to(ACC)
+        # 0 in absent elements, where x - hi is finite: they add nothing.
+        dy = tl.load(dy_ptrs + dy_start, mask=mask, other=0.0).to(ACC)
+        sum_dy += dy
+        sum_dy_xhi += dy * (x - hi[:, None])
+
+    g1 = tl.sum(sum_dy.to(tl.float64), axis=1)
+    g2 = tl.sum(sum_dy_xhi.to(tl.float64), axis=1) - lo.to(tl.float64) * g1
+    if SPLIT:
+        row_ptr = out_ptr + tl.cast(begin // tiles_per_program, tl.int64) * (2 * C)
+        tl.store(row_ptr + offs_c, g1, mask=mask_c)
+        tl.store(row_ptr + C + offs_c, g2, mask=mask_c)
+    else:
+        store_gradients(
+            out_ptr,
+            grad_weight_ptr,
+            grad_bias_ptr,
+            stats_ptr,
+            offs_c,
+            mask_c,
+            C,
+            g1,
+            g2,
+            HAS_WEIGHT,
+            HAS_BIAS,
+        )
+
+
+def backward_reduce(
+    x: Tensor,
+    dy: Tensor,
+    stats: Tensor,
+    weight_dtype: torch.dtype | None,
+    bias_dtype: torch.dtype | None,
+    blocks: Blocks | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Packs the two sums of this rank, and gives the gradients of weight and bias.
+
+    Args:
+        x: ``(N, C, *)``, as given to `normalize`.
+        dy: Gradient of y, of x's shape, any strides.
+        stats: ``(3C + 1,)``, from `normalize`.
+        weight_dtype: dtype of the weight's gradient; None for a layer without a weight.
+        bias_dtype: dtype of the bias's gradient; None for a layer without a bias.
+        blocks: Block sizes; chosen for the shape if absent.
+
+    Returns:
+        The sums, ``(2C,)`` fp64; and the gradients of weight and bias, ``(C,)``, or ``(0,)`` for a
+        layer without one. Zeros if x is empty.
+    """
+    packed, grad_weight, grad_bias = empty_gradients(x, weight_dtype, bias_dtype)
+    if x.numel() == 0:
+        return packed.zero_(), grad_weight.zero_(), grad_bias.zero_()
+    v = view(x, dy)
+    blocks = blocks or choose_blocks("backward_reduce", v, x.dtype, x.device)
+    cut = blocks.cut(v)
+    partials = packed.new_empty(cut.split, packed.numel()) if cut.split > 1 else packed
+    launch(
+        backward_reduce_kernel,
+        cut,
+        *v.tensors,
+        stats,
+        partials,
+        grad_weight,
+        grad_bias,
+        v.C,
+        v.S,
+        *cut.tiling,
+        *v.strides[0],
+        *v.strides[1],
+        ACC=accumulator(x.dtype),
+        HAS_WEIGHT=weight_dtype is not None,
+        HAS_BIAS=bias_dtype is not None,
+        SPLIT=cut.split > 1,
+    )
+    if cut.split > 1:
+        merge_gradients(partials, packed, grad_weight, grad_bias, stats)
+    return packed, grad_weight, grad_bias

@@ -1,0 +1,115 @@
+"""Moments of each channel, from one read of x.
+
+A program takes the mean of its first tile as a pilot ``k``, accumulates per lane ``sum d`` and
+``sum d^2`` with ``d = x - k`` in fp32 (fp64 for fp64 input), and ends in fp64 with::
+
+    mean = k + sum d / n        M2 = sum d^2 - (sum d)^2 / n
+
+Sums of raw x and x^2 would lose the variance once ``mean^2 >> var``. A mean of real data cannot be
+far from the mean of all: ``(k - mean)^2 <= var * n / n_first``, so the last subtraction costs at
+most the number of tiles, for any data. (A single element as the pilot has no such bound.)
+
+Shifted data: Chan, Golub, LeVeque, "Algorithms for computing the sample variance", 1983, section 2.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import tile
+from .blocks import Blocks, choose_blocks
+from .launch import accumulator, launch
+from .layout import view
+from .merge import merge_moments
+from .packing import store_moments
+from .results import empty_moments
+
+
+@triton.jit
+def channel_stats_kernel(
+    x_ptr,
+    out_ptr,
+    C,
+    S,
+    tiles,
+    tiles_per_row,
+    tiles_per_program,
+    stride_xn,
+    stride_xc,
+    stride_xs,
+    ACC: tl.constexpr,
+    SPLIT: tl.constexpr,
+    EVEN_C: tl.constexpr,
+    EVEN_S: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    offs_c, mask_c = tile.program_channels(pid, C, BLOCK_C, EVEN_C)
+    begin, end = tile.program_tiles(pid, C, tiles, tiles_per_program, BLOCK_C)
+    x_ptrs = tile.tile_pointers(x_ptr, offs_c, stride_xc, stride_xs, BLOCK_S)
+
+    start = tile.tile_start(begin, tiles_per_row, stride_xn, stride_xs, BLOCK_S)
+    mask = tile.tile_mask(begin, mask_c, S, tiles_per_row, BLOCK_S, EVEN_S)
+    x = tl.load(x_ptrs + start, mask=mask, other=0.0).to(ACC)
+    in_first = tile.elements_in(begin, begin + 1, S, tiles_per_row, BLOCK_S)
+    pilot = tl.sum(x, axis=1) / tl.cast(in_first, ACC)
+
+    d = tl.where(mask, x - pilot[:, None], 0.0)
+    sum_d = d
+    sum_dd = d * d
+    for t in range(begin + 1, end):
+        start = tile.tile_start(t, tiles_per_row, stride_xn, stride_xs, BLOCK_S)
+        mask = tile.tile_mask(t, mask_c, S, tiles_per_row, BLOCK_S, EVEN_S)
+        x = tl.load(x_ptrs + start, mask=mask, other=0.0).to(ACC)
+        d = tl.where(mask, x - pilot[:, None], 0.0)
+        sum_d += d
+        sum_dd += d * d
+
+    count = tile.elements_in(begin, end, S, tiles_per_row, BLOCK_S)
+    n = tl.cast(count, tl.float64)
+    d1 = tl.sum(sum_d.to(tl.float64), axis=1)
+    d2 = tl.sum(sum_dd.to(tl.float64), axis=1)
+    mean = pilot.to(tl.float64) + d1 / n
+    m2 = d2 - d1 * d1 / n
+    if SPLIT:
+        row_ptr = out_ptr + tl.cast(begin // tiles_per_program, tl.int64) * (2 * C + 1)
+        tl.store(row_ptr + offs_c, mean, mask=mask_c)
+        tl.store(row_ptr + C + offs_c, m2, mask=mask_c)
+        tl.store(row_ptr + 2 * C + offs_c, n, mask=mask_c & (offs_c == 0))
+    else:
+        store_moments(out_ptr, offs_c, mask_c, C, mean, m2, n)
+
+
+def channel_stats(x: Tensor, blocks: Blocks | None = None) -> Tensor:
+    """Packs count, mean and sum of squares of each channel (see `packing`).
+
+    Args:
+        x: ``(N, C, *)``, floating point, any strides; N may be 0.
+        blocks: Block sizes; chosen for the shape if absent.
+
+    Returns:
+        ``(2C + 1,)``, fp64; zeros if x is empty.
+    """
+    packed = empty_moments(x)
+    if x.numel() == 0:
+        return packed.zero_()
+    v = view(x)
+    blocks = blocks or choose_blocks("channel_stats", v, x.dtype, x.device)
+    cut = blocks.cut(v)
+    partials = packed.new_empty(cut.split, packed.numel()) if cut.split > 1 else packed
+    launch(
+        channel_stats_kernel,
+        cut,
+        *v.tensors,
+        partials,
+        v.C,
+        v.S,
+        *cut.tiling,
+        *v.strides[0],
+        ACC=accumulator(x.dtype),
+        SPLIT=cut.split > 1,
+    )
+    if cut.split > 1:
+        merge_moments(partials, packed)
+    return packed

@@ -1,0 +1,205 @@
+"""The normalized output, from one read of x and one write of y.
+
+With the mean in two floats, ``hi`` and ``lo`` (see `packing`)::
+
+    y = (x - hi) * a + b        a = weight * invstd        b = bias - lo * a
+
+Every program finishes the moments of its own channels. The first also saves the statistics that
+backward needs and updates the running ones, for all channels, so that the counter has one reader
+and one writer. Tiles are walked from the last to the first: what `channel_stats` read last is what
+the cache still holds.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import tile
+from .blocks import Blocks, choose_blocks
+from .launch import accumulator, launch
+from .layout import view
+from .packing import load_affine, load_moments, narrow, standardize, store_statistics, widen
+from .results import empty_like_input, empty_statistics
+
+# Channels the first program finishes at a time.
+_BLOCK_TRACK = 512
+
+
+@triton.jit
+def update_running(ptr, offs_c, mask_c, value, factor):
+    """``running += factor * (value - running)`` in fp64, stored in the buffer's dtype."""
+    running = widen(tl.load(ptr + offs_c, mask=mask_c, other=0.0), tl.float64)
+    running += factor * (value - running)
+    tl.store(ptr + offs_c, narrow(running, ptr.dtype.element_ty), mask=mask_c)
+
+
+@triton.jit
+def save_and_track(
+    packed_ptr,
+    stats_ptr,
+    running_mean_ptr,
+    running_var_ptr,
+    num_batches_ptr,
+    C,
+    momentum: tl.float64,
+    eps: tl.float64,
+    ACC: tl.constexpr,
+    HAS_RUNNING: tl.constexpr,
+    HAS_COUNTER: tl.constexpr,
+    CUMULATIVE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    count = tl.load(packed_ptr + 2 * C)
+    # 0 for a batch that is empty on every rank: it changes nothing.
+    seen = tl.minimum(count, 1.0)
+    factor = seen * momentum
+    if HAS_COUNTER:
+        num_batches = tl.load(num_batches_ptr)
+        if CUMULATIVE:
+            factor = seen / (num_batches + 1).to(tl.float64)
+        tl.store(num_batches_ptr, num_batches + seen.to(tl.int64))
+    for c in range(0, C, BLOCK):
+        offs_c = c + tl.arange(0, BLOCK)
+        mask_c = offs_c < C
+        mean, var, _ = load_moments(packed_ptr, offs_c, mask_c, C)
+        hi, lo, invstd = standardize(mean, var, eps, ACC)
+        store_statistics(stats_ptr, offs_c, mask_c, C, hi, lo, invstd, count)
+        if HAS_RUNNING:
+            unbiased = var * (count / tl.maximum(count - 1.0, 1.0))
+            update_running(running_mean_ptr, offs_c, mask_c, mean, factor)
+            update_running(running_var_ptr, offs_c, mask_c, unbiased, factor)
+
+
+@triton.jit
+def normalize_kernel(
+    x_ptr,
+    y_ptr,
+    packed_ptr,
+    weight_ptr,
+    bias_ptr,
+    stats_ptr,
+    running_mean_ptr,
+    running_var_ptr,
+    num_batches_ptr,
+    C,
+    S,
+    tiles,
+    tiles_per_row,
+    tiles_per_program,
+    stride_xn,
+    stride_xc,
+    stride_xs,
+    stride_yn,
+    stride_yc,
+    stride_ys,
+    momentum: tl.float64,
+    eps: tl.float64,
+    ACC: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RUNNING: tl.constexpr,
+    HAS_COUNTER: tl.constexpr,
+    CUMULATIVE: tl.constexpr,
+    BLOCK_TRACK: tl.constexpr,
+    EVEN_C: tl.constexpr,
+    EVEN_S: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    if tl.program_id(0) == 0:
+        save_and_track(
+            packed_ptr,
+            stats_ptr,
+            running_mean_ptr,
+            running_var_ptr,
+            num_batches_ptr,
+            C,
+            momentum,
+            eps,
+            ACC,
+            HAS_RUNNING,
+            HAS_COUNTER,
+            CUMULATIVE,
+            BLOCK_TRACK,
+        )
+    pid = tl.num_programs(0) - 1 - tl.program_id(0)
+    offs_c, mask_c = tile.program_channels(pid, C, BLOCK_C, EVEN_C)
+    begin, end = tile.program_tiles(pid, C, tiles, tiles_per_program, BLOCK_C)
+    x_ptrs = tile.tile_pointers(x_ptr, offs_c, stride_xc, stride_xs, BLOCK_S)
+    y_ptrs = tile.tile_pointers(y_ptr, offs_c, stride_yc, stride_ys, BLOCK_S)
+
+    mean, var, _ = load_moments(packed_ptr, offs_c, mask_c, C)
+    hi, lo, invstd = standardize(mean, var, eps, ACC)
+    a = load_affine(weight_ptr, offs_c, mask_c, 1.0, HAS_WEIGHT, ACC) * invstd
+    b = load_affine(bias_ptr, offs_c, mask_c, 0.0, HAS_BIAS, ACC) - lo * a
+
+    for i in range(begin, end):
+        t = begin + end - 1 - i
+        x_start = tile.tile_start(t, tiles_per_row, stride_xn, stride_xs, BLOCK_S)
+        y_start = tile.tile_start(t, tiles_per_row, stride_yn, stride_ys, BLOCK_S)
+        mask = tile.tile_mask(t, mask_c, S, tiles_per_row, BLOCK_S, EVEN_S)
+        x = tl.load(x_ptrs + x_start, mask=mask, other=0.0, eviction_policy="evict_first").to(ACC)
+        y = (x - hi[:, None]) * a[:, None] + b[:, None]
+        tl.store(y_ptrs + y_start, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+def normalize(
+    x: Tensor,
+    packed: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    momentum: float | None,
+    eps: float,
+    blocks: Blocks | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Normalizes x by packed moments, and updates the running statistics in place.
+
+    Args:
+        x: ``(N, C, *)``, floating point, any strides; N may be 0.
+        packed: ``(2C + 1,)``, fp64: the moments summed over ranks.
+        weight: ``(C,)`` or None for 1.
+        bias: ``(C,)`` or None for 0.
+        running_mean: ``(C,)`` or None; becomes ``(1 - f) * running_mean + f * mean``.
+        running_var: ``(C,)``, None exactly where running_mean is; takes the unbiased variance.
+        num_batches_tracked: ``()``, int64, or None; grows by 1 unless all ranks are empty.
+        momentum: ``f`` above, or None for ``1 / num_batches_tracked``.
+        eps: Added to the variance.
+        blocks: Block sizes; chosen for the shape if absent.
+
+    Returns:
+        y, of x's shape, dtype and memory format; and the statistics, ``(3C + 1,)``, for backward.
+    """
+    y, stats = empty_like_input(x), empty_statistics(x)
+    v = view(x, y)
+    blocks = blocks or choose_blocks("normalize", v, x.dtype, x.device)
+    cut = blocks.cut(v)
+    launch(
+        normalize_kernel,
+        cut,
+        *v.tensors,
+        packed,
+        weight,
+        bias,
+        stats,
+        running_mean,
+        running_var,
+        num_batches_tracked,
+        v.C,
+        v.S,
+        *cut.tiling,
+        *v.strides[0],
+        *v.strides[1],
+        momentum or 0.0,
+        eps,
+        ACC=accumulator(x.dtype),
+        HAS_WEIGHT=weight is not None,
+        HAS_BIAS=bias is not None,
+        HAS_RUNNING=running_mean is not None,
+        HAS_COUNTER=num_batches_tracked is not None,
+        CUMULATIVE=momentum is None,
+        BLOCK_TRACK=min(_BLOCK_TRACK, triton.next_power_of_2(v.C)),
+    )
+    return y, stats

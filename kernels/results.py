@@ -1,0 +1,48 @@
+"""Shape, dtype and memory format of every result, uninitialised.
+
+The launchers, the ATen implementation and the fakes that ``torch.compile`` sees all allocate here.
+"""
+
+import torch
+from torch import Tensor
+
+
+def memory_format(x: Tensor) -> torch.memory_format:
+    """The format of a result computed from x: channels-last where x is, contiguous otherwise."""
+    if not x.is_contiguous():
+        for candidate, dim in ((torch.channels_last, 4), (torch.channels_last_3d, 5)):
+            if x.dim() == dim and x.is_contiguous(memory_format=candidate):
+                return candidate
+    return torch.contiguous_format
+
+
+def accumulator_dtype(x: Tensor) -> torch.dtype:
+    """What x is computed in, and its statistics are saved in."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def empty_like_input(x: Tensor) -> Tensor:
+    """Result y or dx: shape, dtype and format of x."""
+    return torch.empty_like(x, memory_format=memory_format(x))
+
+
+def empty_moments(x: Tensor) -> Tensor:
+    """``(2C + 1,)``, fp64."""
+    return x.new_empty(2 * x.shape[1] + 1, dtype=torch.float64)
+
+
+def empty_statistics(x: Tensor) -> Tensor:
+    """``(3C + 1,)``, fp32, or fp64 for fp64 input."""
+    return x.new_empty(3 * x.shape[1] + 1, dtype=accumulator_dtype(x))
+
+
+def empty_gradients(
+    x: Tensor, weight_dtype: torch.dtype | None, bias_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(2C,)``, fp64; ``(C,)`` for weight and for bias, ``(0,)`` where there is none."""
+    C = x.shape[1]
+    return (
+        x.new_empty(2 * C, dtype=torch.float64),
+        x.new_empty(C if weight_dtype else 0, dtype=weight_dtype),
+        x.new_empty(C if bias_dtype else 0, dtype=bias_dtype),
+    )

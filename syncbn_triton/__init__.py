@@ -1,0 +1,14 @@
+"""A swap-in replacement for ``torch.nn.SyncBatchNorm``, with Triton kernels."""
+
+from .convert import convert_sync_batchnorm, revert_sync_batchnorm
+from .functional import sync_batch_norm
+from .module import SyncBatchNorm
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "SyncBatchNorm",
+    "convert_sync_batchnorm",
+    "revert_sync_batchnorm",
+    "sync_batch_norm",
+]

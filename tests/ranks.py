@@ -1,0 +1,122 @@
+"""A pool of processes that play the ranks of a gloo process group.
+
+Starting a process costs seconds, so the pool lives as long as the test session. Each call sets up a
+process group of its own, of as many ranks as it asks for, and tears it down. A rank that raises or
+does not answer in time fails the call, and the pool starts over.
+"""
+
+import os
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+TIMEOUT = timedelta(seconds=20)
+
+
+class RankError(AssertionError):
+    """A rank raised, or did not answer; carries its traceback."""
+
+
+class RankPool:
+    """Runs functions on several ranks at once."""
+
+    def __init__(self) -> None:
+        self._workers: list[tuple[mp.Process, Connection]] = []
+
+    def run(
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        *arguments: Any,
+        backend: str = "aten",
+        timeout: timedelta = TIMEOUT,
+    ) -> list[Any]:
+        """Calls ``function(rank, *arguments)`` on each rank and gathers the results.
+
+        The function must be importable by name. ``backend`` is what ``SYNCBN_TRITON_BACKEND`` is
+        set to.
+        """
+        while len(self._workers) < world_size:
+            self._workers.append(_start())
+        with tempfile.TemporaryDirectory() as folder:
+            store = str(Path(folder, "store"))
+            for rank, (_, pipe) in enumerate(self._workers[:world_size]):
+                call = (rank, world_size, store, backend, timeout, function, arguments)
+                pipe.send_bytes(pickle.dumps(call))
+            answers = [self._answer(rank, timeout) for rank in range(world_size)]
+        errors = [f"rank {rank}:\n{error}" for rank, (error, _) in enumerate(answers) if error]
+        if errors:
+            self.close()
+            raise RankError("\n".join(errors))
+        return [result for _, result in answers]
+
+    def _answer(self, rank: int, timeout: timedelta) -> tuple[str | None, Any]:
+        process, pipe = self._workers[rank]
+        # The group's own timeout comes first, with a traceback that says where it waited.
+        if not pipe.poll(timeout.total_seconds() + 10):
+            return "no answer in time", None
+        try:
+            return pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            process.join()
+            return f"ended with exit code {process.exitcode}", None
+
+    def close(self) -> None:
+        """Ends all ranks."""
+        for process, pipe in self._workers:
+            pipe.close()
+            process.kill()
+            process.join()
+        self._workers.clear()
+
+
+def _start() -> tuple[mp.Process, Connection]:
+    context = mp.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _serve(pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    while True:
+        try:
+            rank, world_size, store, backend, timeout, function, arguments = pickle.loads(
+                pipe.recv_bytes()
+            )
+        except EOFError:
+            return
+        _choose_backend(backend)
+        try:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{store}",
+                rank=rank,
+                world_size=world_size,
+                timeout=timeout,
+            )
+            answer = (None, function(rank, *arguments))
+        except Exception:
+            answer = (traceback.format_exc(), None)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        pipe.send_bytes(pickle.dumps(answer))
+
+
+def _choose_backend(backend: str) -> None:
+    from syncbn_triton.backend import VARIABLE, backend_for
+
+    os.environ[VARIABLE] = backend
+    backend_for.cache_clear()

@@ -1,0 +1,83 @@
+"""Every kernel compiles for the GPUs we name, and costs what the design allows."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "bench" / "kernel_cost.py"
+KERNELS = {
+    "channel_stats",
+    "merge_moments",
+    "normalize",
+    "backward_reduce",
+    "merge_gradients",
+    "backward_input",
+}
+# Instructions per bf16 element that a memory-bound kernel can afford: an H200 issues about 15 in
+# the time it moves one (132 SMs of 128 lanes at 1.98 GHz, 4.3 TB/s), and half of that is ours.
+BUDGET = {"channel_stats": 8, "normalize": 8, "backward_reduce": 11, "backward_input": 13}
+ALIGNED = ("contiguous", "channels-last", "2-D")
+
+
+def costs(*arguments: str) -> list[dict[str, Any]]:
+    """Rows of the cost report, from a process that does not interpret."""
+    environment = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
+    command = [sys.executable, str(SCRIPT), "--json", *arguments]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
+def test_every_kernel_compiles_without_spilling(target: str) -> None:
+    rows = costs(
+        "--targets",
+        target,
+        "--inputs",
+        "contiguous",
+        "channels-last",
+        "small",
+        "--dtypes",
+        "bfloat16",
+    )
+    assert {row["kernel"] for row in rows} == KERNELS
+    assert all(row["spilled"] == 0 for row in rows), rows
+
+
+@pytest.mark.timeout(300)
+def test_aligned_half_precision_keeps_to_the_budget() -> None:
+    rows = costs("--inputs", *ALIGNED, "--dtypes", "bfloat16")
+    for row in (row for row in rows if row["kernel"] in BUDGET):
+        assert row["load_bits"] == 128, row
+        assert row["store_bits"] in (0, 128), row
+        assert row["registers"] <= 128, row
+        assert 0 < row["instructions_per_element"] <= BUDGET[row["kernel"]], row
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
+def test_every_dtype_and_layout_compiles(target: str) -> None:
+    rows = costs("--targets", target)
+    assert {row["kernel"] for row in rows} == KERNELS
+    assert {row["dtype"] for row in rows} == {"bfloat16", "float16", "float32", "float64"}
+    aligned = [row for row in rows if row["input"] in ALIGNED]
+    assert all(row["spilled"] == 0 for row in aligned), aligned
+
+
+def test_refuses_to_compile_under_the_interpreter() -> None:
+    run = subprocess.run(
+        [sys.executable, str(SCRIPT)],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 1
+    assert "TRITON_INTERPRET=1 is set" in run.stderr
