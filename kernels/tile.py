@@ -36,8 +36,8 @@ def tile_pointers(ptr, offs_c, stride_c, stride_s, BLOCK_S: tl.constexpr):
 def tile_start(t, tiles_per_row, stride_n, stride_s, BLOCK_S: tl.constexpr):
     """Offset in elements of tile t."""
     n = t // tiles_per_row
-    s = (t - n * tiles_per_row) * BLOCK_S
-    return tl.cast(n, tl.int64) * stride_n + tl.cast(s, tl.int64) * stride_s
+    s = tl.cast(t - n * tiles_per_row, tl.int64) * BLOCK_S
+    return tl.cast(n, tl.int64) * stride_n + s * stride_s
 
 
 @triton.jit
@@ -46,7 +46,8 @@ def tile_mask(t, mask_c, S, tiles_per_row, BLOCK_S: tl.constexpr, EVEN_S: tl.con
     if EVEN_S:
         mask_s = tl.full([BLOCK_S], 1, tl.int1)
     else:
-        mask_s = (t % tiles_per_row) * BLOCK_S + tl.arange(0, BLOCK_S) < S
+        left = S - tl.cast(t % tiles_per_row, tl.int64) * BLOCK_S
+        mask_s = tl.arange(0, BLOCK_S) < tl.minimum(left, BLOCK_S).to(tl.int32)
     return mask_c[:, None] & mask_s[None, :]
 
 

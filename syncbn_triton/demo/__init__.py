@@ -1,0 +1,1 @@
+"""One network trained three ways on real images: ``python -m syncbn_triton.demo``."""
