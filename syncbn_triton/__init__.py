@@ -2,6 +2,7 @@
 
 from .convert import convert_sync_batchnorm, revert_sync_batchnorm
 from .functional import sync_batch_norm
+from .groups import new_sync_groups
 from .module import SyncBatchNorm
 
 __version__ = "0.1.0"
@@ -9,6 +10,7 @@ __version__ = "0.1.0"
 __all__ = [
     "SyncBatchNorm",
     "convert_sync_batchnorm",
+    "new_sync_groups",
     "revert_sync_batchnorm",
     "sync_batch_norm",
 ]

@@ -1,12 +1,13 @@
 """Models with batch norms into models with synchronized ones, and back."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
+from torch.nn.utils import parametrize
 
 from .module import SyncBatchNorm
 
@@ -60,8 +61,10 @@ def convert(
         synchronized = _with_class(layer, to)
         if not isinstance(layer, SyncBatchNorm):
             synchronized.converted_from = type(layer)
-        own_group = layer.__dict__.get("process_group")
-        synchronized.process_group = own_group if process_group is None else process_group
+        if process_group is not None:
+            synchronized.process_group = process_group
+        else:
+            synchronized.__dict__.setdefault("process_group", None)
         return synchronized
 
     return _replace(module, converted, {})
@@ -84,10 +87,12 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
         if not isinstance(layer, SyncBatchNorm):
             return layer
         original = layer.converted_from or BatchNorm
+        if issubclass(original, _LazyNormBase) and not isinstance(layer, _LazyNormBase):
+            original = original.cls_to_become
         plain = _with_class(layer, original)
-        plain.__dict__.pop("converted_from", None)
+        vars(plain).pop("converted_from", None)
         if not issubclass(original, nn.SyncBatchNorm):
-            del plain.__dict__["process_group"]
+            del plain.process_group
         return plain
 
     return _replace(module, reverted, {})
@@ -109,9 +114,20 @@ def _replace(
 
 def _with_class(layer: nn.Module, to: type[Module]) -> Module:
     """A module of another class that takes over the state of a layer."""
+    if isinstance(layer, _LazyNormBase) and not issubclass(to, _LazyNormBase):
+        # Becomes the class asked for once its first input tells the number of channels.
+        to = type(f"Lazy{to.__name__}", (_LazyNormBase, to), {"cls_to_become": to})
+    if parametrize.is_parametrized(layer) and not _has_all(to, layer.parametrizations):
+        # Parametrized attributes are properties of a class made for the one module.
+        properties = {n: p for n, p in vars(type(layer)).items() if isinstance(p, property)}
+        to = type(f"Parametrized{to.__name__}", (to,), properties)
     new = to.__new__(to)
     new.__dict__.update(layer.__dict__)
     return new
+
+
+def _has_all(cls: type, names: Iterable[str]) -> bool:
+    return all(hasattr(cls, name) for name in names)
 
 
 def _forward_is_torchs(layer: _BatchNorm) -> bool:

@@ -4,13 +4,14 @@ The all-reduces are issued in program order whatever this rank's batch is and wh
 needs, and their size depends on the number of channels alone: ranks always meet.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import operations
+from . import debug, differentiable, operations
 
 
 class SyncBatchNormFunction(torch.autograd.Function):
@@ -28,10 +29,10 @@ class SyncBatchNormFunction(torch.autograd.Function):
         momentum: float | None,
         eps: float,
         group: dist.ProcessGroup | None,
+        call: debug.Call | None,
     ) -> Tensor:
         moments = operations.channel_stats(x)
-        if group is not None:
-            dist.all_reduce(moments, group=group)
+        _all_reduce(moments, group, call)
         y, stats = operations.normalize(
             x,
             moments,
@@ -43,27 +44,39 @@ class SyncBatchNormFunction(torch.autograd.Function):
             momentum,
             eps,
         )
+        # Only the dtype of the bias: saved, it would fail a step that changes it before backward.
         ctx.save_for_backward(x, weight, stats)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.group = group
+        ctx.eps, ctx.group, ctx.call = eps, group, call
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, stats = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        weight_dtype = None if weight is None else weight.dtype
         # The parameters' gradients are those of this rank: DDP averages them like all others.
-        sums, grad_weight, grad_bias = operations.backward_reduce(
-            x, dy, stats, weight_dtype, ctx.bias_dtype
-        )
-        if ctx.group is not None:
-            dist.all_reduce(sums, group=ctx.group)
-        dx = operations.backward_input(x, dy, stats, weight, sums) if needs_x else None
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            dx, grad_weight, grad_bias = differentiable.backward(
+                x, dy, weight, stats, ctx.eps, ctx.group
+            )
+        else:
+            weight_dtype = None if weight is None else weight.dtype
+            sums, grad_weight, grad_bias = operations.backward_reduce(
+                x, dy, stats, weight_dtype, ctx.bias_dtype
+            )
+            _all_reduce(sums, ctx.group, ctx.call and replace(ctx.call, direction="backward"))
+            dx = operations.backward_input(x, dy, stats, weight, sums) if needs_x else None
         return (
             dx,
             grad_weight if needs_weight else None,
             grad_bias if needs_bias else None,
-            *[None] * 6,
+            *[None] * 7,
         )
+
+
+def _all_reduce(packed: Tensor, group: dist.ProcessGroup | None, call: debug.Call | None) -> None:
+    """Sums a packed tensor over the group in place; when debugging, once ranks agree on the call."""
+    if group is not None:
+        if call is not None:
+            debug.agree(call, group)
+        dist.all_reduce(packed, group=group)

@@ -5,6 +5,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import debug
 from .function import SyncBatchNormFunction
 from .kernels.results import accumulator_dtype
 
@@ -63,7 +64,10 @@ def sync_batch_norm(
     """
     _check_input(input)
     _check_channels(input, running_mean, running_var, weight, bias)
+    debugging = debug.ENABLED and not torch.compiler.is_compiling()
     if not training:
+        if debugging:
+            debug.note_evaluation(input)
         return _normalize_alone(input, running_mean, running_var, weight, bias, eps)
     if (running_mean is None) != (running_var is None):
         raise ValueError(
@@ -76,6 +80,8 @@ def sync_batch_norm(
         raise ValueError(
             f"Expected more than 1 value per channel when training, got input size {input.shape}"
         )
+    if _recomputing():
+        running_mean = running_var = num_batches_tracked = None
     y: Tensor = SyncBatchNormFunction.apply(
         input,
         weight,
@@ -86,6 +92,7 @@ def sync_batch_norm(
         momentum,
         eps,
         group,
+        debug.forward_call(input, training) if debugging else None,
     )
     return y
 
@@ -160,3 +167,13 @@ def _group_to_synchronize(process_group: dist.ProcessGroup | None) -> dist.Proce
             f"{group})"
         )
     return group if size > 1 else None
+
+
+def _recomputing() -> bool:
+    """Whether activation checkpointing runs this forward, inside a backward, a second time.
+
+    The first time has updated the running statistics already.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,72 @@
+"""Backward as differentiable operators, for gradients of gradients.
+
+Takes the place of the kernels where backward runs with ``create_graph=True``. The statistics are
+computed anew as functions of x, around the saved mean, so that nothing cancels; every sum over
+ranks is an operator whose derivative is again a sum over ranks, so that any order works.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .kernels.results import accumulator_dtype
+
+
+class AllReduceSum(torch.autograd.Function):
+    """Sum over the ranks of a group; each rank's part receives the sum of all ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group = group
+        total = part.clone()
+        if group is not None:
+            dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return AllReduceSum.apply(grad, ctx.group), None
+
+
+def backward(
+    x: Tensor,
+    dy: Tensor,
+    weight: Tensor | None,
+    stats: Tensor,
+    eps: float,
+    group: dist.ProcessGroup | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, weight and bias, each a differentiable function of x, dy and weight.
+
+    Args:
+        x: ``(N, C, *)``.
+        dy: Gradient of y, of x's shape.
+        weight: ``(C,)`` or None for 1.
+        stats: ``(3C + 1,)``, as saved by forward.
+        eps: Added to the variance.
+        group: Ranks that share the batch, None for this one alone.
+
+    Returns:
+        dx, in x's dtype; the gradients of weight and bias of this rank, ``(C,)``, in fp32, or fp64
+        for fp64 input.
+    """
+    C, dtype = x.shape[1], accumulator_dtype(x)
+    per_channel = (1, C) + (1,) * (x.dim() - 2)
+    others = [dim for dim in range(x.dim()) if dim != 1]
+    hi, lo, count = stats[:C], stats[C : 2 * C], stats[3 * C].clamp(min=1)
+
+    d = (x.to(dtype) - hi.view(per_channel)) - lo.view(per_channel)
+    moments = torch.cat([d.sum(others), d.square().sum(others)])
+    mean, mean_square = (AllReduceSum.apply(moments, group) / count).chunk(2)
+    invstd = (mean_square - mean.square() + eps).rsqrt()
+    x_hat = (d - mean.view(per_channel)) * invstd.view(per_channel)
+
+    dy = dy.to(dtype)
+    grad_bias, grad_weight = dy.sum(others), (dy * x_hat).sum(others)
+    sums = AllReduceSum.apply(torch.cat([grad_bias, grad_weight]), group) / count
+    mean_dy, mean_dy_x_hat = (s.view(per_channel) for s in sums.chunk(2))
+    scale = invstd if weight is None else invstd * weight.to(dtype)
+    dx = (dy - mean_dy - x_hat * mean_dy_x_hat) * scale.view(per_channel)
+    return dx.to(x.dtype), grad_weight, grad_bias
