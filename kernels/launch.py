@@ -15,16 +15,17 @@ def accumulator(dtype: torch.dtype) -> tl.dtype:
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
-def launch(kernel: Any, cut: Cut, *args: Any, **constants: Any) -> None:
+def launch(kernel: Any, cut: Cut, x: Tensor, *args: Any, **constants: Any) -> None:
     """Launches a kernel over a cut view."""
-    launch_grid(kernel, cut.grid, *args, num_warps=cut.num_warps, **constants, **cut.constants)
+    options = {"num_warps": cut.num_warps, **constants, **cut.constants}
+    launch_grid(kernel, cut.grid, x, *args, **options)
 
 
-def launch_grid(kernel: Any, grid: int, first: Tensor, *args: Any, **options: Any) -> None:
-    """Launches ``grid`` programs on the device of the first argument."""
-    with _on(first.device):
+def launch_grid(kernel: Any, grid: int, x: Tensor, *args: Any, **options: Any) -> None:
+    """Launches ``grid`` programs on the device of x, the first argument."""
+    with _on(x.device):
         # a * b + c contracts to one fused multiply-add: faster, and rounded once.
-        kernel[(grid,)](first, *args, enable_fp_fusion=True, **options)
+        kernel[(grid,)](x, *args, enable_fp_fusion=True, **options)
 
 
 def _on(device: torch.device) -> Any:

@@ -1,13 +1,12 @@
 """Models with batch norms into models with synchronized ones, and back."""
 
 import warnings
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
-from torch.nn.utils import parametrize
 
 from .module import SyncBatchNorm
 
@@ -86,7 +85,7 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
     def reverted(layer: nn.Module) -> nn.Module:
         if not isinstance(layer, SyncBatchNorm):
             return layer
-        original = layer.converted_from or BatchNorm
+        original: Any = layer.converted_from or BatchNorm
         if issubclass(original, _LazyNormBase) and not isinstance(layer, _LazyNormBase):
             original = original.cls_to_become
         plain = _with_class(layer, original)
@@ -117,17 +116,14 @@ def _with_class(layer: nn.Module, to: type[Module]) -> Module:
     if isinstance(layer, _LazyNormBase) and not issubclass(to, _LazyNormBase):
         # Becomes the class asked for once its first input tells the number of channels.
         to = type(f"Lazy{to.__name__}", (_LazyNormBase, to), {"cls_to_become": to})
-    if parametrize.is_parametrized(layer) and not _has_all(to, layer.parametrizations):
+    parametrized = getattr(layer, "parametrizations", ())
+    if not all(hasattr(to, name) for name in parametrized):
         # Parametrized attributes are properties of a class made for the one module.
         properties = {n: p for n, p in vars(type(layer)).items() if isinstance(p, property)}
         to = type(f"Parametrized{to.__name__}", (to,), properties)
     new = to.__new__(to)
     new.__dict__.update(layer.__dict__)
     return new
-
-
-def _has_all(cls: type, names: Iterable[str]) -> bool:
-    return all(hasattr(cls, name) for name in names)
 
 
 def _forward_is_torchs(layer: _BatchNorm) -> bool:

@@ -10,6 +10,7 @@ import os
 from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -111,6 +112,6 @@ def agree(call: Call, group: dist.ProcessGroup) -> None:
         store.delete_key(key(number - 1, rank))
 
 
-def _last_evaluation(store: dist.Store, rank: int) -> str:
+def _last_evaluation(store: Any, rank: int) -> str:
     key = _evaluation_key(rank)
     return f"last, the {store.get(key).decode()}" if store.check([key]) else "not heard of"

@@ -53,6 +53,7 @@ class SyncBatchNormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, stats = ctx.saved_tensors
+        dx: Tensor | None
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         # The parameters' gradients are those of this rank: DDP averages them like all others.
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -75,7 +76,7 @@ class SyncBatchNormFunction(torch.autograd.Function):
 
 
 def _all_reduce(packed: Tensor, group: dist.ProcessGroup | None, call: debug.Call | None) -> None:
-    """Sums a packed tensor over the group in place; when debugging, once ranks agree on the call."""
+    """Sums a packed tensor over the group in place, debugging only once ranks agree on the call."""
     if group is not None:
         if call is not None:
             debug.agree(call, group)

@@ -106,12 +106,13 @@ def _normalize_alone(
     eps: float,
 ) -> Tensor:
     """Evaluation, as torch's own operator: it exports, and differentiates to any order."""
-    channels = (running_mean, running_var, weight, bias)
-    if any(t is not None and t.dtype != input.dtype for t in channels):
+    per_channel = [running_mean, running_var, weight, bias]
+    if any(t is not None and t.dtype != input.dtype for t in per_channel):
         # torch mixes half input with fp32 parameters, and nothing else.
         dtype = accumulator_dtype(input)
-        channels = tuple(None if t is None else t.to(dtype) for t in channels)
-    return F.batch_norm(input, *channels, running_mean is None, 0.0, eps)
+        per_channel = [None if t is None else t.to(dtype) for t in per_channel]
+    mean, var, weight, bias = per_channel
+    return F.batch_norm(input, mean, var, weight, bias, mean is None, 0.0, eps)
 
 
 def _check_input(input: Tensor) -> None:
