@@ -3,28 +3,29 @@
 PYTHON ?= python3
 # The version the suite last passed with.
 TORCH ?= torch==2.13.0
+SLOW ?= not slow
+
 BIN := .venv/bin
 TORCH_INSTALLED := .venv/$(subst =,-,$(TORCH))
-SOURCES := pyproject.toml $(shell find syncbn_triton kernels -name '*.py' -o -name '*.json')
-SLOW ?= not slow
 
 .PHONY: test demo check clean
 
 test: .venv/installed check
-	$(BIN)/python -m pytest -m "$(SLOW)"
+	$(BIN)/pytest -m "$(SLOW)"
 
+# Types are checked on the package as a user installs it, where kernels/ is part of it.
 check: .venv/installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	cd tests && ../$(BIN)/mypy --config-file ../pyproject.toml
+	rm -rf build .venv/package
+	$(BIN)/pip install --quiet --no-deps --target .venv/package .
+	cd .venv/package && ../bin/mypy --config-file ../../pyproject.toml
 
 demo: .venv/installed
 	$(BIN)/python -m syncbn_triton.demo
 
-# The package is installed as a user installs it; a change to it, or another TORCH, installs anew.
-.venv/installed: $(TORCH_INSTALLED) $(SOURCES)
-	rm -rf build
-	$(BIN)/pip install --quiet --upgrade ".[test]" "$(TORCH)"
+.venv/installed: $(TORCH_INSTALLED) pyproject.toml
+	$(BIN)/pip install --quiet --editable ".[test]" "$(TORCH)"
 	touch $@
 
 $(TORCH_INSTALLED):
