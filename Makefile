@@ -24,7 +24,7 @@ check: .venv/installed
 demo: .venv/installed
 	$(BIN)/python -m syncbn_triton.demo
 
-.venv/installed: $(TORCH_INSTALLED) pyproject.toml
+.venv/installed: $(TORCH_INSTALLED) pyproject.toml Makefile
 	$(BIN)/pip install --quiet --editable ".[test]" "$(TORCH)"
 	touch $@
 
