@@ -43,7 +43,7 @@ def _draw_losses(axes: Axes, arms: dict[str, Any]) -> None:
     axes.set(
         title="Training loss",
         xlabel="step",
-        ylabel=f"cross-entropy, mean of the last {window} steps",
+        ylabel=f"cross-entropy, running mean (window {window})",
         yscale="log",
     )
 
