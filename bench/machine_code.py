@@ -63,14 +63,20 @@ def _cuobjdump(*arguments: str) -> str:
 
 
 def _hot_loop(code: list[tuple[int, str]]) -> list[str]:
-    """The instructions of the last loop that loads: from a backward branch's target to it."""
-    hot: list[str] = []
+    """The loop, from a backward branch's target to it, that loads most for its length."""
+    loops = []
     for position, instruction in code:
         target = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", instruction)
         if target and int(target[1], 16) < position:
-            loop = [i for p, i in code if int(target[1], 16) <= p <= position]
-            hot = loop if _widths(loop, "LDG") else hot
-    return hot
+            loops.append([i for p, i in code if int(target[1], 16) <= p <= position])
+    return max(loops, key=_intensity, default=[])
+
+
+def _intensity(loop: list[str]) -> tuple[bool, int, float]:
+    """Orders loops: over elements before over channels (fp64), wide loads before narrow."""
+    widths = _widths(loop, "LDG")
+    in_double = any(re.search(r"\bD(ADD|MUL|FMA)\b", instruction) for instruction in loop)
+    return not in_double, max(widths, default=0), sum(widths) / len(loop)
 
 
 def _widths(code: list[str], mnemonic: str) -> list[int]:

@@ -17,12 +17,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import tile
 from .blocks import Blocks, choose_blocks
 from .launch import accumulator, launch
 from .layout import view
 from .packing import load_affine, load_count, load_invstd, load_mean
 from .results import empty_like_input
+from .tile import (
+    channels_of_group,
+    spread,
+    tile_mask,
+    tile_pointers,
+    tile_start,
+    tiles_of_kind,
+    tiles_of_program,
+)
 
 
 @triton.jit
@@ -38,6 +46,7 @@ def backward_input_kernel(
     tiles,
     tiles_per_row,
     tiles_per_program,
+    full_tiles,
     stride_xn,
     stride_xc,
     stride_xs,
@@ -49,17 +58,14 @@ def backward_input_kernel(
     stride_dxs,
     ACC: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
-    EVEN_C: tl.constexpr,
-    EVEN_S: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
-    offs_c, mask_c = tile.program_channels(pid, C, BLOCK_C, EVEN_C)
-    begin, end = tile.program_tiles(pid, C, tiles, tiles_per_program, BLOCK_C)
-    x_ptrs = tile.tile_pointers(x_ptr, offs_c, stride_xc, stride_xs, BLOCK_S)
-    dy_ptrs = tile.tile_pointers(dy_ptr, offs_c, stride_dyc, stride_dys, BLOCK_S)
-    dx_ptrs = tile.tile_pointers(dx_ptr, offs_c, stride_dxc, stride_dxs, BLOCK_S)
+    group, begin, end = tiles_of_program(pid, C, tiles, tiles_per_program, TILE)
+    offs_c, mask_c = channels_of_group(group, C, TILE)
+    x_ptrs = tile_pointers(x_ptr, group, stride_xc, stride_xs, TILE)
+    dy_ptrs = tile_pointers(dy_ptr, group, stride_dyc, stride_dys, TILE)
+    dx_ptrs = tile_pointers(dx_ptr, group, stride_dxc, stride_dxs, TILE)
 
     hi, lo = load_mean(stats_ptr, offs_c, mask_c, C)
     invstd = load_invstd(stats_ptr, offs_c, mask_c, C)
@@ -69,17 +75,20 @@ def backward_input_kernel(
     a = load_affine(weight_ptr, offs_c, mask_c, 1.0, HAS_WEIGHT, ACC) * invstd
     b = -a * invstd * invstd * mean_dy_xmu
     d = -a * mean_dy - lo * b
+    hi, a, b, d = spread(hi, TILE), spread(a, TILE), spread(b, TILE), spread(d, TILE)
 
-    for i in range(begin, end):
-        t = begin + end - 1 - i
-        x_start = tile.tile_start(t, tiles_per_row, stride_xn, stride_xs, BLOCK_S)
-        dy_start = tile.tile_start(t, tiles_per_row, stride_dyn, stride_dys, BLOCK_S)
-        dx_start = tile.tile_start(t, tiles_per_row, stride_dxn, stride_dxs, BLOCK_S)
-        mask = tile.tile_mask(t, mask_c, S, tiles_per_row, BLOCK_S, EVEN_S)
-        x = tl.load(x_ptrs + x_start, mask=mask, other=0.0, eviction_policy="evict_first").to(ACC)
-        dy = tl.load(dy_ptrs + dy_start, mask=mask, other=0.0, eviction_policy="evict_first")
-        dx = dy.to(ACC) * a[:, None] + (x - hi[:, None]) * b[:, None] + d[:, None]
-        tl.store(dx_ptrs + dx_start, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    for RAGGED in tl.static_range(0, 1 if TILE.EVEN_S else 2):
+        first, last = tiles_of_kind(begin, end, full_tiles, RAGGED)
+        for i in range(first, last):
+            t = first + last - 1 - i
+            x_start = tile_start(t, tiles_per_row, stride_xn, stride_xs, TILE)
+            dy_start = tile_start(t, tiles_per_row, stride_dyn, stride_dys, TILE)
+            dx_start = tile_start(t, tiles_per_row, stride_dxn, stride_dxs, TILE)
+            mask = tile_mask(t, group, C, S, tiles_per_row, RAGGED, TILE)
+            x = tl.load(x_ptrs + x_start, mask=mask, other=0.0, eviction_policy="evict_first")
+            dy = tl.load(dy_ptrs + dy_start, mask=mask, other=0.0, eviction_policy="evict_first")
+            dx = dy.to(ACC) * a + (x.to(ACC) - hi) * b + d
+            tl.store(dx_ptrs + dx_start, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
 def backward_input(
@@ -116,12 +125,10 @@ def backward_input(
         packed,
         stats,
         weight,
-        v.C,
-        v.S,
-        *cut.tiling,
-        *v.strides[0],
-        *v.strides[1],
-        *v.strides[2],
+        *cut.sizes,
+        *cut.strides[0],
+        *cut.strides[1],
+        *cut.strides[2],
         ACC=accumulator(x.dtype),
         HAS_WEIGHT=weight is not None,
     )

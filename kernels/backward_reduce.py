@@ -13,13 +13,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import tile
 from .blocks import Blocks, choose_blocks
 from .launch import accumulator, launch
 from .layout import view
 from .merge import merge_gradients
 from .packing import load_mean, store_gradients
 from .results import empty_gradients
+from .tile import (
+    channels_of_group,
+    spread,
+    sum_channels,
+    tile_mask,
+    tile_pointers,
+    tile_start,
+    tiles_of_kind,
+    tiles_of_program,
+)
 
 
 @triton.jit
@@ -35,6 +44,7 @@ def backward_reduce_kernel(
     tiles,
     tiles_per_row,
     tiles_per_program,
+    full_tiles,
     stride_xn,
     stride_xc,
     stride_xs,
@@ -45,32 +55,32 @@ def backward_reduce_kernel(
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SPLIT: tl.constexpr,
-    EVEN_C: tl.constexpr,
-    EVEN_S: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     pid = tl.program_id(0)
-    offs_c, mask_c = tile.program_channels(pid, C, BLOCK_C, EVEN_C)
-    begin, end = tile.program_tiles(pid, C, tiles, tiles_per_program, BLOCK_C)
-    x_ptrs = tile.tile_pointers(x_ptr, offs_c, stride_xc, stride_xs, BLOCK_S)
-    dy_ptrs = tile.tile_pointers(dy_ptr, offs_c, stride_dyc, stride_dys, BLOCK_S)
+    group, begin, end = tiles_of_program(pid, C, tiles, tiles_per_program, TILE)
+    offs_c, mask_c = channels_of_group(group, C, TILE)
+    x_ptrs = tile_pointers(x_ptr, group, stride_xc, stride_xs, TILE)
+    dy_ptrs = tile_pointers(dy_ptr, group, stride_dyc, stride_dys, TILE)
     hi, lo = load_mean(stats_ptr, offs_c, mask_c, C)
+    hi_tile = spread(hi, TILE)
 
-    sum_dy = tl.zeros([BLOCK_C, BLOCK_S], ACC)
-    sum_dy_xhi = tl.zeros([BLOCK_C, BLOCK_S], ACC)
-    for t in range(begin, end):
-        x_start = tile.tile_start(t, tiles_per_row, stride_xn, stride_xs, BLOCK_S)
-        dy_start = tile.tile_start(t, tiles_per_row, stride_dyn, stride_dys, BLOCK_S)
-        mask = tile.tile_mask(t, mask_c, S, tiles_per_row, BLOCK_S, EVEN_S)
-        x = tl.load(x_ptrs + x_start, mask=mask, other=0.0).to(ACC)
-        # 0 in absent elements, where x - hi is finite: they add nothing.
-        dy = tl.load(dy_ptrs + dy_start, mask=mask, other=0.0).to(ACC)
-        sum_dy += dy
-        sum_dy_xhi += dy * (x - hi[:, None])
+    sum_dy = tl.zeros([TILE.BLOCK_C, TILE.BLOCK_S], ACC)
+    sum_dy_xhi = tl.zeros([TILE.BLOCK_C, TILE.BLOCK_S], ACC)
+    for RAGGED in tl.static_range(0, 1 if TILE.EVEN_S else 2):
+        first, last = tiles_of_kind(begin, end, full_tiles, RAGGED)
+        for t in range(first, last):
+            x_start = tile_start(t, tiles_per_row, stride_xn, stride_xs, TILE)
+            dy_start = tile_start(t, tiles_per_row, stride_dyn, stride_dys, TILE)
+            mask = tile_mask(t, group, C, S, tiles_per_row, RAGGED, TILE)
+            x = tl.load(x_ptrs + x_start, mask=mask, other=0.0).to(ACC)
+            # 0 in absent elements, where x - hi is finite: they add nothing.
+            dy = tl.load(dy_ptrs + dy_start, mask=mask, other=0.0).to(ACC)
+            sum_dy += dy
+            sum_dy_xhi += dy * (x - hi_tile)
 
-    g1 = tl.sum(sum_dy.to(tl.float64), axis=1)
-    g2 = tl.sum(sum_dy_xhi.to(tl.float64), axis=1) - lo.to(tl.float64) * g1
+    g1 = sum_channels(sum_dy, tl.float64, TILE)
+    g2 = sum_channels(sum_dy_xhi, tl.float64, TILE) - lo.to(tl.float64) * g1
     if SPLIT:
         row_ptr = out_ptr + tl.cast(begin // tiles_per_program, tl.int64) * (2 * C)
         tl.store(row_ptr + offs_c, g1, mask=mask_c)
@@ -128,11 +138,9 @@ def backward_reduce(
         partials,
         grad_weight,
         grad_bias,
-        v.C,
-        v.S,
-        *cut.tiling,
-        *v.strides[0],
-        *v.strides[1],
+        *cut.sizes,
+        *cut.strides[0],
+        *cut.strides[1],
         ACC=accumulator(x.dtype),
         HAS_WEIGHT=weight_dtype is not None,
         HAS_BIAS=bias_dtype is not None,

@@ -5,13 +5,15 @@ whole cache lines where the shape allows it, with as little padding as possible,
 for every multiprocessor whatever C is.
 """
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import triton
 
-from .layout import View
+from .layout import Strides, View
+from .tile import Tile
 
 # Elements of a tile, at 4 warps: 16 a thread keep two accumulators and two to four independent
 # 16-byte loads per input within 128 registers.
@@ -19,6 +21,8 @@ _TILE = 2048
 _REDUCTIONS = ("channel_stats", "backward_reduce")
 # A row of a tile is at most one 128-byte cache line of channels, and at least half a line.
 _LINE = 128
+# Bytes of the widest load.
+_VECTOR = 16
 # Programs per multiprocessor: 8 of 128 threads with two 16-byte loads each keep 32 KiB in flight,
 # more than the 20 KiB that hide the latency of device memory.
 _PROGRAMS_PER_SM = 8
@@ -30,55 +34,99 @@ _MAX_SPLIT = 1024
 
 
 class Blocks(NamedTuple):
-    """Tile sizes (powers of two), programs per group of BLOCK_C channels, and warps."""
+    """A tile of BLOCK_C channels by BLOCK_S positions, programs per group of channels, and warps.
+
+    Powers of two, except in a flat tile (see `tile`), which holds whole rows of contiguous input,
+    ``BLOCK_S = S``, or whole positions of channels-last input, ``BLOCK_C = C``.
+    """
 
     BLOCK_C: int
     BLOCK_S: int
     split: int = 1
     num_warps: int = 4
+    flat: bool = False
 
     def cut(self, v: View) -> "Cut":
         """How these blocks cut a view into tiles and programs."""
-        tiles_per_row = triton.cdiv(v.S, self.BLOCK_S)
+        row, tile_s, inner, strides = v.S, self.BLOCK_S, 0, v.strides
+        ends = [row]
+        block_c, block_s = self.BLOCK_C, self.BLOCK_S
+        if self.flat:
+            tile_s = self.BLOCK_C * self.BLOCK_S
+            ends = [v.C * v.S, *(t.n for t in v.strides)]
+            block_c, block_s = 1, triton.next_power_of_2(tile_s)
+            if v.channels_fastest:
+                row, inner = v.S * v.C, 1
+                strides = tuple(Strides(0, 0, 1) for _ in v.strides)
+            else:
+                row, inner = tile_s, v.S
+                strides = tuple(Strides(t.n, tile_s, 1) for t in v.strides)
+        tiles_per_row = triton.cdiv(row, tile_s)
         tiles = v.N * tiles_per_row
         tiles_per_program = max(1, triton.cdiv(tiles, self.split))
         split = max(1, triton.cdiv(tiles, tiles_per_program))
+        # In one row, only the last tile can be ragged.
+        full_tiles = row // tile_s if v.N == 1 else 0 if row % tile_s else tiles
+        tile = Tile(
+            BLOCK_C=block_c,
+            BLOCK_S=block_s,
+            CHANNELS=self.BLOCK_C,
+            INNER=inner,
+            TILE_S=tile_s,
+            VECTOR=math.gcd(16, tile_s, *ends),
+            EVEN_C=v.C % self.BLOCK_C == 0,
+            EVEN_S=row % tile_s == 0,
+        )
         grid = triton.cdiv(v.C, self.BLOCK_C) * split
-        even = {"EVEN_C": v.C % self.BLOCK_C == 0, "EVEN_S": v.S % self.BLOCK_S == 0}
-        constants = {"BLOCK_C": self.BLOCK_C, "BLOCK_S": self.BLOCK_S, **even}
-        tiling = (tiles, tiles_per_row, tiles_per_program)
-        return Cut(grid, tiling, split, constants, self.num_warps)
+        sizes = (v.C, row, tiles, tiles_per_row, tiles_per_program, full_tiles)
+        return Cut(grid, sizes, strides, split, tile, self.num_warps)
 
 
 class Cut(NamedTuple):
-    """A view cut into tiles: the grid, ``(tiles, tiles_per_row, tiles_per_program)``, constants."""
+    """A view cut into tiles.
+
+    ``sizes`` is ``(C, S, tiles, tiles_per_row, tiles_per_program, full_tiles)`` as the kernels take
+    them: S is the length of a row of tiles, and ``full_tiles`` how many come before one is ragged.
+    """
 
     grid: int
-    tiling: tuple[int, int, int]
+    sizes: tuple[int, int, int, int, int, int]
+    strides: tuple[Strides, ...]
     split: int
-    constants: dict[str, int]
+    tile: Tile
     num_warps: int
 
 
 def choose_blocks(kernel: str, v: View, dtype: torch.dtype, device: torch.device) -> Blocks:
     """Block sizes for a kernel, by name, over a view of tensors of this dtype on this device."""
     sms = _multiprocessors(device)
-    return _heuristic(kernel, v.channels_fastest, dtype.itemsize, v.N, v.C, v.S, sms)
+    layout = (v.channels_fastest, v.dense)
+    return _heuristic(kernel, layout, dtype.itemsize, v.N, v.C, v.S, sms)
 
 
 @lru_cache(maxsize=4096)
 def _heuristic(
-    kernel: str, channels_fastest: bool, itemsize: int, N: int, C: int, S: int, sms: int
+    kernel: str, layout: tuple[bool, bool], itemsize: int, N: int, C: int, S: int, sms: int
 ) -> Blocks:
+    channels_fastest, dense = layout
     tile = _TILE // 2 if itemsize == 8 else _TILE
     line = _LINE // itemsize
-    if channels_fastest:
+    fastest = C if channels_fastest else S
+    flat = None
+    if dense and fastest % (line // 2):
+        flat = _flat_tile(channels_fastest, C, S, tile, _VECTOR // itemsize)
+    if fastest * itemsize % _VECTOR:
+        # Rows start anywhere: each element is a load of its own, with a pointer of its own.
+        tile //= 4
+    if flat:
+        block_c, block_s = flat
+    elif channels_fastest:
         block_c = _least_padding(C, line // 2, line)
         block_s = min(triton.next_power_of_2(max(1, S)), tile // block_c)
     else:
-        block_s = _least_padding(S, line, tile)
+        block_s = _least_padding(S, line // 2, tile)
         block_c = min(triton.next_power_of_2(C), tile // block_s)
-    num_warps = min(4, max(1, block_c * block_s // 512))
+    num_warps = min(4, max(1, triton.next_power_of_2(block_c * block_s) // 128))
 
     groups = triton.cdiv(C, block_c)
     tiles = N * triton.cdiv(S, block_s)
@@ -87,7 +135,21 @@ def _heuristic(
         split = min(filling, tiles // _TILES_PER_SPLIT, _MAX_SPLIT)
     else:
         split = min(tiles, max(filling, triton.cdiv(tiles, _TILES_PER_PROGRAM)))
-    return Blocks(block_c, block_s, max(1, split), num_warps)
+    return Blocks(block_c, block_s, max(1, split), num_warps, flat is not None)
+
+
+def _flat_tile(
+    channels_fastest: bool, C: int, S: int, tile: int, vector: int
+) -> tuple[int, int] | None:
+    """The flat tile with the fewest idle lanes among multiples of a vector load, if any."""
+    whole, limit = (C, S) if channels_fastest else (S, C)
+    step = vector // math.gcd(whole, vector)
+    most = min(tile // whole, limit) // step * step
+    if most == 0:
+        return None
+    even = [n for n in range(step, most + 1, step) if limit % n == 0 and 4 * n >= 3 * most]
+    n = most if channels_fastest or not even else even[-1]
+    return (C, n) if channels_fastest else (n, S)
 
 
 def _least_padding(size: int, smallest: int, largest: int) -> int:

@@ -16,13 +16,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import tile
 from .blocks import Blocks, choose_blocks
 from .launch import accumulator, launch
 from .layout import view
 from .merge import merge_moments
 from .packing import store_moments
 from .results import empty_moments
+from .tile import (
+    channels_of_group,
+    elements_in,
+    spread,
+    sum_channels,
+    tile_mask,
+    tile_pointers,
+    tile_start,
+    tiles_of_kind,
+    tiles_of_program,
+)
 
 
 @triton.jit
@@ -34,42 +44,42 @@ def channel_stats_kernel(
     tiles,
     tiles_per_row,
     tiles_per_program,
+    full_tiles,
     stride_xn,
     stride_xc,
     stride_xs,
     ACC: tl.constexpr,
     SPLIT: tl.constexpr,
-    EVEN_C: tl.constexpr,
-    EVEN_S: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     pid = tl.program_id(0)
-    offs_c, mask_c = tile.program_channels(pid, C, BLOCK_C, EVEN_C)
-    begin, end = tile.program_tiles(pid, C, tiles, tiles_per_program, BLOCK_C)
-    x_ptrs = tile.tile_pointers(x_ptr, offs_c, stride_xc, stride_xs, BLOCK_S)
+    group, begin, end = tiles_of_program(pid, C, tiles, tiles_per_program, TILE)
+    offs_c, mask_c = channels_of_group(group, C, TILE)
+    x_ptrs = tile_pointers(x_ptr, group, stride_xc, stride_xs, TILE)
 
-    start = tile.tile_start(begin, tiles_per_row, stride_xn, stride_xs, BLOCK_S)
-    mask = tile.tile_mask(begin, mask_c, S, tiles_per_row, BLOCK_S, EVEN_S)
+    start = tile_start(begin, tiles_per_row, stride_xn, stride_xs, TILE)
+    mask = tile_mask(begin, group, C, S, tiles_per_row, not TILE.EVEN_S, TILE)
     x = tl.load(x_ptrs + start, mask=mask, other=0.0).to(ACC)
-    in_first = tile.elements_in(begin, begin + 1, S, tiles_per_row, BLOCK_S)
-    pilot = tl.sum(x, axis=1) / tl.cast(in_first, ACC)
+    in_first = elements_in(begin, begin + 1, S, tiles_per_row, TILE)
+    pilot = sum_channels(x, ACC, TILE) / tl.cast(in_first, ACC)
+    k = spread(pilot, TILE)
 
-    d = tl.where(mask, x - pilot[:, None], 0.0)
+    d = tl.where(mask, x - k, 0.0)
     sum_d = d
     sum_dd = d * d
-    for t in range(begin + 1, end):
-        start = tile.tile_start(t, tiles_per_row, stride_xn, stride_xs, BLOCK_S)
-        mask = tile.tile_mask(t, mask_c, S, tiles_per_row, BLOCK_S, EVEN_S)
-        x = tl.load(x_ptrs + start, mask=mask, other=0.0).to(ACC)
-        d = tl.where(mask, x - pilot[:, None], 0.0)
-        sum_d += d
-        sum_dd += d * d
+    for RAGGED in tl.static_range(0, 1 if TILE.EVEN_S else 2):
+        first, last = tiles_of_kind(begin + 1, end, full_tiles, RAGGED)
+        for t in range(first, last):
+            start = tile_start(t, tiles_per_row, stride_xn, stride_xs, TILE)
+            mask = tile_mask(t, group, C, S, tiles_per_row, RAGGED, TILE)
+            x = tl.load(x_ptrs + start, mask=mask, other=0.0).to(ACC)
+            d = tl.where(mask, x - k, 0.0)
+            sum_d += d
+            sum_dd += d * d
 
-    count = tile.elements_in(begin, end, S, tiles_per_row, BLOCK_S)
-    n = tl.cast(count, tl.float64)
-    d1 = tl.sum(sum_d.to(tl.float64), axis=1)
-    d2 = tl.sum(sum_dd.to(tl.float64), axis=1)
+    n = tl.cast(elements_in(begin, end, S, tiles_per_row, TILE), tl.float64)
+    d1 = sum_channels(sum_d, tl.float64, TILE)
+    d2 = sum_channels(sum_dd, tl.float64, TILE)
     mean = pilot.to(tl.float64) + d1 / n
     m2 = d2 - d1 * d1 / n
     if SPLIT:
@@ -103,10 +113,8 @@ def channel_stats(x: Tensor, blocks: Blocks | None = None) -> Tensor:
         cut,
         *v.tensors,
         partials,
-        v.C,
-        v.S,
-        *cut.tiling,
-        *v.strides[0],
+        *cut.sizes,
+        *cut.strides[0],
         ACC=accumulator(x.dtype),
         SPLIT=cut.split > 1,
     )

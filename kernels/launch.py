@@ -17,7 +17,7 @@ def accumulator(dtype: torch.dtype) -> tl.dtype:
 
 def launch(kernel: Any, cut: Cut, x: Tensor, *args: Any, **constants: Any) -> None:
     """Launches a kernel over a cut view."""
-    options = {"num_warps": cut.num_warps, **constants, **cut.constants}
+    options = {"TILE": cut.tile, "num_warps": cut.num_warps, **constants}
     launch_grid(kernel, cut.grid, x, *args, **options)
 
 

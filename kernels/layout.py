@@ -34,6 +34,13 @@ class View(NamedTuple):
         """Whether neighbouring channels of the first tensor are neighbours in memory."""
         return self.strides[0].c == 1 and self.C > 1
 
+    @property
+    def dense(self) -> bool:
+        """Whether every tensor's channels and positions are one run of memory."""
+        if self.channels_fastest:
+            return self.N == 1 and all(t.c == 1 and t.s == self.C for t in self.strides)
+        return all(t.s == 1 and t.c == self.S for t in self.strides)
+
 
 def _merged_stride(sizes: Sequence[int], strides: Sequence[int]) -> int | None:
     """The one stride that visits these dimensions in order, or None; 0 where nothing moves."""

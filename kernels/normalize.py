@@ -14,12 +14,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import tile
 from .blocks import Blocks, choose_blocks
 from .launch import accumulator, launch
 from .layout import view
 from .packing import load_affine, load_moments, narrow, standardize, store_statistics, widen
 from .results import empty_like_input, empty_statistics
+from .tile import (
+    channels_of_group,
+    spread,
+    tile_mask,
+    tile_pointers,
+    tile_start,
+    tiles_of_kind,
+    tiles_of_program,
+)
 
 # Channels the first program finishes at a time.
 _BLOCK_TRACK = 512
@@ -27,9 +35,9 @@ _BLOCK_TRACK = 512
 
 @triton.jit
 def update_running(ptr, offs_c, mask_c, value, factor):
-    """``running += factor * (value - running)`` in fp64, stored in the buffer's dtype."""
+    """``(1 - factor) * running + factor * value`` in fp64, stored in the buffer's dtype."""
     running = widen(tl.load(ptr + offs_c, mask=mask_c, other=0.0), tl.float64)
-    running += factor * (value - running)
+    running = (1.0 - factor) * running + factor * value
     tl.store(ptr + offs_c, narrow(running, ptr.dtype.element_ty), mask=mask_c)
 
 
@@ -86,6 +94,7 @@ def normalize_kernel(
     tiles,
     tiles_per_row,
     tiles_per_program,
+    full_tiles,
     stride_xn,
     stride_xc,
     stride_xs,
@@ -101,10 +110,7 @@ def normalize_kernel(
     HAS_COUNTER: tl.constexpr,
     CUMULATIVE: tl.constexpr,
     BLOCK_TRACK: tl.constexpr,
-    EVEN_C: tl.constexpr,
-    EVEN_S: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     if tl.program_id(0) == 0:
         save_and_track(
@@ -123,24 +129,27 @@ def normalize_kernel(
             BLOCK_TRACK,
         )
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
-    offs_c, mask_c = tile.program_channels(pid, C, BLOCK_C, EVEN_C)
-    begin, end = tile.program_tiles(pid, C, tiles, tiles_per_program, BLOCK_C)
-    x_ptrs = tile.tile_pointers(x_ptr, offs_c, stride_xc, stride_xs, BLOCK_S)
-    y_ptrs = tile.tile_pointers(y_ptr, offs_c, stride_yc, stride_ys, BLOCK_S)
+    group, begin, end = tiles_of_program(pid, C, tiles, tiles_per_program, TILE)
+    offs_c, mask_c = channels_of_group(group, C, TILE)
+    x_ptrs = tile_pointers(x_ptr, group, stride_xc, stride_xs, TILE)
+    y_ptrs = tile_pointers(y_ptr, group, stride_yc, stride_ys, TILE)
 
     mean, var, _ = load_moments(packed_ptr, offs_c, mask_c, C)
     hi, lo, invstd = standardize(mean, var, eps, ACC)
     a = load_affine(weight_ptr, offs_c, mask_c, 1.0, HAS_WEIGHT, ACC) * invstd
     b = load_affine(bias_ptr, offs_c, mask_c, 0.0, HAS_BIAS, ACC) - lo * a
+    hi, a, b = spread(hi, TILE), spread(a, TILE), spread(b, TILE)
 
-    for i in range(begin, end):
-        t = begin + end - 1 - i
-        x_start = tile.tile_start(t, tiles_per_row, stride_xn, stride_xs, BLOCK_S)
-        y_start = tile.tile_start(t, tiles_per_row, stride_yn, stride_ys, BLOCK_S)
-        mask = tile.tile_mask(t, mask_c, S, tiles_per_row, BLOCK_S, EVEN_S)
-        x = tl.load(x_ptrs + x_start, mask=mask, other=0.0, eviction_policy="evict_first").to(ACC)
-        y = (x - hi[:, None]) * a[:, None] + b[:, None]
-        tl.store(y_ptrs + y_start, y.to(y_ptr.dtype.element_ty), mask=mask)
+    for RAGGED in tl.static_range(0, 1 if TILE.EVEN_S else 2):
+        first, last = tiles_of_kind(begin, end, full_tiles, RAGGED)
+        for i in range(first, last):
+            t = first + last - 1 - i
+            x_start = tile_start(t, tiles_per_row, stride_xn, stride_xs, TILE)
+            y_start = tile_start(t, tiles_per_row, stride_yn, stride_ys, TILE)
+            mask = tile_mask(t, group, C, S, tiles_per_row, RAGGED, TILE)
+            x = tl.load(x_ptrs + x_start, mask=mask, other=0.0, eviction_policy="evict_first")
+            y = (x.to(ACC) - hi) * a + b
+            tl.store(y_ptrs + y_start, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 def normalize(
@@ -187,11 +196,9 @@ def normalize(
         running_mean,
         running_var,
         num_batches_tracked,
-        v.C,
-        v.S,
-        *cut.tiling,
-        *v.strides[0],
-        *v.strides[1],
+        *cut.sizes,
+        *cut.strides[0],
+        *cut.strides[1],
         momentum or 0.0,
         eps,
         ACC=accumulator(x.dtype),

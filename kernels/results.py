@@ -6,13 +6,19 @@ The launchers, the ATen implementation and the fakes that ``torch.compile`` sees
 import torch
 from torch import Tensor
 
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
 
 def memory_format(x: Tensor) -> torch.memory_format:
-    """The format of a result computed from x: channels-last where x is, contiguous otherwise."""
-    if not x.is_contiguous():
-        for candidate, dim in ((torch.channels_last, 4), (torch.channels_last_3d, 5)):
-            if x.dim() == dim and x.is_contiguous(memory_format=candidate):
-                return candidate
+    """The format of a result computed from x: channels-last where x is, contiguous otherwise.
+
+    A part of a channels-last tensor counts as one, as in torch: what decides is the order of
+    strides, channels innermost and the batch outermost.
+    """
+    if x.dim() in _CHANNELS_LAST and not x.is_contiguous():
+        n, c, *space = x.stride()
+        if 0 < c and all(a >= b for a, b in zip([n, *space], [*space, c], strict=True)):
+            return _CHANNELS_LAST[x.dim()]
     return torch.contiguous_format
 
 

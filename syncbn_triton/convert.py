@@ -1,12 +1,14 @@
 """Models with batch norms into models with synchronized ones, and back."""
 
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
+from torch.nn.utils import parametrize
 
 from .module import SyncBatchNorm
 
@@ -19,6 +21,12 @@ class BatchNorm(_BatchNorm):
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
+
+class LazySyncBatchNorm(_LazyNormBase, SyncBatchNorm):
+    """A `SyncBatchNorm` whose first input tells the number of channels."""
+
+    cls_to_become = SyncBatchNorm
 
 
 def convert_sync_batchnorm(
@@ -50,23 +58,33 @@ def convert(
     def converted(layer: nn.Module) -> nn.Module:
         if not isinstance(layer, _BatchNorm):
             return layer
-        if not _forward_is_torchs(layer) and not isinstance(layer, SyncBatchNorm):
-            warnings.warn(
-                f"{type(layer).__qualname__} has a forward of its own and was not converted to "
-                f"{to.__qualname__}: it normalizes by the batch of its own rank",
-                stacklevel=2,
-            )
-            return layer
-        synchronized = _with_class(layer, to)
-        if not isinstance(layer, SyncBatchNorm):
-            synchronized.converted_from = type(layer)
+        synchronized = layer
+        if not isinstance(layer, to):
+            if _has_own_forward(layer):
+                if not isinstance(layer, SyncBatchNorm):
+                    left_alone.add(type(layer).__qualname__)
+                return layer
+            synchronized = _with_class(layer, to)
+            if not isinstance(layer, SyncBatchNorm):
+                # Of a parametrized layer, the class it was before.
+                parametrized = parametrize.is_parametrized(layer)
+                original = type(layer).__bases__[0] if parametrized else type(layer)
+                synchronized.converted_from = original
         if process_group is not None:
             synchronized.process_group = process_group
         else:
             synchronized.__dict__.setdefault("process_group", None)
         return synchronized
 
-    return _replace(module, converted, {})
+    left_alone: set[str] = set()
+    result = _replace(module, converted, {})
+    for name in sorted(left_alone):
+        warnings.warn(
+            f"{name} has a forward of its own and was not converted to {to.__qualname__}: it "
+            "normalizes by the batch of its own rank",
+            stacklevel=3,
+        )
+    return result
 
 
 def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
@@ -115,16 +133,29 @@ def _with_class(layer: nn.Module, to: type[Module]) -> Module:
     """A module of another class that takes over the state of a layer."""
     if isinstance(layer, _LazyNormBase) and not issubclass(to, _LazyNormBase):
         # Becomes the class asked for once its first input tells the number of channels.
-        to = type(f"Lazy{to.__name__}", (_LazyNormBase, to), {"cls_to_become": to})
-    parametrized = getattr(layer, "parametrizations", ())
-    if not all(hasattr(to, name) for name in parametrized):
-        # Parametrized attributes are properties of a class made for the one module.
-        properties = {n: p for n, p in vars(type(layer)).items() if isinstance(p, property)}
-        to = type(f"Parametrized{to.__name__}", (to,), properties)
+        to = _lazy(to)
+    if parametrize.is_parametrized(layer):
+        # Its attributes are properties of a class made for it alone, which cannot be pickled.
+        own = {
+            name: value
+            for name, value in vars(type(layer)).items()
+            if isinstance(value, property) or name == "__getstate__"
+        }
+        to = type(f"Parametrized{to.__name__}", (to,), own)
     new = to.__new__(to)
     new.__dict__.update(layer.__dict__)
+    for hook in new._load_state_dict_pre_hooks.values():
+        if getattr(hook, "with_module", False):
+            hook.module = weakref.ref(new)
     return new
 
 
-def _forward_is_torchs(layer: _BatchNorm) -> bool:
-    return type(layer).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+def _lazy(to: type[Any]) -> type[Any]:
+    if to is SyncBatchNorm:
+        return LazySyncBatchNorm
+    return type(f"Lazy{to.__name__}", (_LazyNormBase, to), {"cls_to_become": to})
+
+
+def _has_own_forward(layer: _BatchNorm) -> bool:
+    known = (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
+    return type(layer).forward not in known or "forward" in vars(layer)

@@ -7,7 +7,6 @@ others posted, for at most ``SYNCBN_TRITON_DEBUG_TIMEOUT`` seconds (60 unless se
 """
 
 import os
-from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -21,7 +20,7 @@ ENABLED = os.environ.get("SYNCBN_TRITON_DEBUG", "0") not in ("", "0")
 
 @dataclass(frozen=True)
 class Call:
-    """What ranks must agree on."""
+    """What ranks must agree on; ``number`` counts the synchronized calls of one layer."""
 
     direction: str
     layer: str
@@ -38,42 +37,56 @@ class Call:
         )
 
 
+class _NoModule:
+    """Stands for the module of a call that is made outside any."""
+
+
+_NO_MODULE = _NoModule()
+# Modules whose forward runs now, outermost first, and the names of all that the outermost holds.
+_running: list[nn.Module] = []
 _names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-_innermost = ""
-_calls_of_layer: Counter[str] = Counter()
-_calls_in_group: Counter[str] = Counter()
+# What has been agreed on so far. A call that failed counts for nobody.
+_calls_of_module: WeakKeyDictionary[object, int] = WeakKeyDictionary()
+_calls_in_group: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
-def _note_module(module: nn.Module, inputs: object) -> None:
-    """Before any module's forward: names all it holds, if new, and remembers which one runs."""
-    global _innermost
-    if module not in _names:
-        # An outermost module is called first, so that names are those in the whole model.
+def _enter(module: nn.Module, inputs: object) -> None:
+    if not _running:
+        _names.clear()
+        root = type(module).__name__
         for name, child in module.named_modules():
-            _names.setdefault(child, name or type(child).__name__)
-    _innermost = _names[module]
+            _names[child] = f"{root}.{name}" if name else root
+    _running.append(module)
+
+
+def _leave(module: nn.Module, inputs: object, output: object) -> None:
+    _running.pop()
 
 
 if ENABLED:
-    nn.modules.module.register_module_forward_pre_hook(_note_module)
+    nn.modules.module.register_module_forward_pre_hook(_enter)
+    nn.modules.module.register_module_forward_hook(_leave, always_call=True)
+
+
+def _caller() -> object:
+    return _running[-1] if _running else _NO_MODULE
 
 
 def forward_call(x: Tensor, training: bool) -> Call:
     """The call that the module now running makes."""
-    _calls_of_layer[_innermost] += 1
-    number = _calls_of_layer[_innermost]
-    return Call("forward", _innermost, number, x.shape[1], str(x.dtype)[6:], training)
+    caller = _caller()
+    if isinstance(caller, nn.Module):
+        layer = _names.get(caller, type(caller).__name__)
+    else:
+        layer = "no module"
+    number = _calls_of_module.get(caller, 0) + 1
+    return Call("forward", layer, number, x.shape[1], str(x.dtype)[6:], training)
 
 
 def note_evaluation(x: Tensor) -> None:
     """Leaves word of a call that synchronizes with nobody, for ranks that wait in vain."""
     if dist.is_initialized():
-        store = dist.distributed_c10d._get_default_store()
-        store.set(_evaluation_key(dist.get_rank()), str(forward_call(x, training=False)))
-
-
-def _evaluation_key(rank: int) -> str:
-    return f"syncbn_triton/evaluation/{rank}"
+        _store().set(_evaluation_key(dist.get_rank()), str(forward_call(x, training=False)))
 
 
 def agree(call: Call, group: dist.ProcessGroup) -> None:
@@ -83,35 +96,54 @@ def agree(call: Call, group: dist.ProcessGroup) -> None:
         RuntimeError: On every rank, if one is about to make another call, naming what differs; or
             on those that came, if one did not come in time.
     """
-    store = dist.distributed_c10d._get_default_store()
+    store, rank, ranks = _store(), dist.get_rank(), dist.get_process_group_ranks(group)
+    number = _calls_in_group.get(group, 0)
+    prefix = f"syncbn_triton/{group.group_name}"
+    post = f"{prefix}/{number}/{{}}"
+    store.set(post.format(rank), str(call))
+    _await(call, post, rank, ranks)
+    calls = {r: store.get(post.format(r)).decode() for r in ranks}
+    _calls_in_group[group] = number + 1
+    if len(set(calls.values())) > 1:
+        notes = {r: f"; {note}" if (note := _last_evaluation(r)) else "" for r in ranks}
+        listing = "\n".join(f"  rank {r}: {calls[r]}{notes[r]}" for r in ranks)
+        raise RuntimeError(f"ranks are about to make different synchronized calls:\n{listing}")
+    if call.direction == "forward":
+        _calls_of_module[_caller()] = call.number
+    store.delete_key(_evaluation_key(rank))
+    # All have read the call before, or they would not have come to this one.
+    store.delete_key(f"{prefix}/{number - 1}/{rank}")
+
+
+def _await(call: Call, post: str, rank: int, ranks: list[int]) -> None:
+    """Waits until all ranks have posted, or withdraws this rank's post and raises."""
+    store = _store()
     timeout = timedelta(seconds=float(os.environ.get("SYNCBN_TRITON_DEBUG_TIMEOUT", "60")))
-    name, rank, ranks = group.group_name, dist.get_rank(), dist.get_process_group_ranks(group)
-    number = _calls_in_group[name]
-    _calls_in_group[name] += 1
-
-    def key(number: int, rank: int) -> str:
-        return f"syncbn_triton/{name}/{number}/{rank}"
-
-    store.set(key(number, rank), str(call))
     try:
-        store.wait([key(number, r) for r in ranks], timeout)
+        store.wait([post.format(r) for r in ranks], timeout)
     except RuntimeError as error:
-        absent = [r for r in ranks if not store.check([key(number, r)])]
-        seconds = f"{timeout.total_seconds():g} s"
-        listing = "\n".join(f"  rank {r}: {_last_evaluation(store, r)}" for r in absent)
+        withdrawn = f"{post}/withdrawn"
+        absent = [
+            r for r in ranks if not any(store.check([k.format(r)]) for k in (post, withdrawn))
+        ]
+        store.set(withdrawn.format(rank), "")
+        store.delete_key(post.format(rank))
+        listing = "\n".join(f"  rank {r}: {_last_evaluation(r) or 'not heard of'}" for r in absent)
         raise RuntimeError(
             f"rank {rank} waits in the {call}, and these ranks made no synchronized call within "
-            f"{seconds}:\n{listing}"
+            f"{timeout.total_seconds():g} s:\n{listing}"
         ) from error
-    calls = {r: store.get(key(number, r)).decode() for r in ranks}
-    if len(set(calls.values())) > 1:
-        listing = "\n".join(f"  rank {r}: {text}" for r, text in calls.items())
-        raise RuntimeError(f"ranks are about to make different synchronized calls:\n{listing}")
-    if number:
-        # All have read the call before, or they would not have come to this one.
-        store.delete_key(key(number - 1, rank))
 
 
-def _last_evaluation(store: Any, rank: int) -> str:
+def _last_evaluation(rank: int) -> str:
+    """A call that synchronized with nobody, if a rank made one since its last that did."""
     key = _evaluation_key(rank)
-    return f"last, the {store.get(key).decode()}" if store.check([key]) else "not heard of"
+    return f"last, the {_store().get(key).decode()}" if _store().check([key]) else ""
+
+
+def _evaluation_key(rank: int) -> str:
+    return f"syncbn_triton/evaluation/{rank}"
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()

@@ -11,14 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .kernels.results import accumulator_dtype
+from .kernels.results import accumulator_dtype, memory_format
 
 
 class AllReduceSum(torch.autograd.Function):
-    """Sum over the ranks of a group; each rank's part receives the sum of all ranks' gradients."""
+    """Sum over the ranks of a group; each rank's part receives the sum of all ranks' gradients.
+
+    ``anchor`` is a scalar that requires a gradient, so that this node takes part in the next
+    backward on every rank, also where its own part requires none.
+    """
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup | None, anchor: Tensor) -> Tensor:
         ctx.group = group
         total = part.clone()
         if group is not None:
@@ -26,8 +30,13 @@ class AllReduceSum(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return AllReduceSum.apply(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _sum_over_ranks(grad, ctx.group), None, None
+
+
+def _sum_over_ranks(part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    total: Tensor = AllReduceSum.apply(part, group, torch.zeros((), requires_grad=True))
+    return total
 
 
 def backward(
@@ -49,8 +58,8 @@ def backward(
         group: Ranks that share the batch, None for this one alone.
 
     Returns:
-        dx, in x's dtype; the gradients of weight and bias of this rank, ``(C,)``, in fp32, or fp64
-        for fp64 input.
+        dx, in x's dtype and format; the gradients of weight and bias of this rank, ``(C,)``, in
+        fp32, or fp64 for fp64 input.
     """
     C, dtype = x.shape[1], accumulator_dtype(x)
     per_channel = (1, C) + (1,) * (x.dim() - 2)
@@ -59,14 +68,14 @@ def backward(
 
     d = (x.to(dtype) - hi.view(per_channel)) - lo.view(per_channel)
     moments = torch.cat([d.sum(others), d.square().sum(others)])
-    mean, mean_square = (AllReduceSum.apply(moments, group) / count).chunk(2)
+    mean, mean_square = (_sum_over_ranks(moments, group) / count).chunk(2)
     invstd = (mean_square - mean.square() + eps).rsqrt()
     x_hat = (d - mean.view(per_channel)) * invstd.view(per_channel)
 
     dy = dy.to(dtype)
     grad_bias, grad_weight = dy.sum(others), (dy * x_hat).sum(others)
-    sums = AllReduceSum.apply(torch.cat([grad_bias, grad_weight]), group) / count
+    sums = _sum_over_ranks(torch.cat([grad_bias, grad_weight]), group) / count
     mean_dy, mean_dy_x_hat = (s.view(per_channel) for s in sums.chunk(2))
     scale = invstd if weight is None else invstd * weight.to(dtype)
     dx = (dy - mean_dy - x_hat * mean_dy_x_hat) * scale.view(per_channel)
-    return dx.to(x.dtype), grad_weight, grad_bias
+    return dx.to(x.dtype).contiguous(memory_format=memory_format(x)), grad_weight, grad_bias

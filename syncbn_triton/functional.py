@@ -62,8 +62,9 @@ def sync_batch_norm(
         NotImplementedError: A dtype is not floating point, or not one of those above.
         RuntimeError: Arguments are on different devices.
     """
-    _check_input(input)
-    _check_channels(input, running_mean, running_var, weight, bias)
+    if not torch.jit.is_tracing():  # which warns of checks, since it cannot keep them
+        _check_input(input)
+        _check_channels(input, running_mean, running_var, weight, bias)
     debugging = debug.ENABLED and not torch.compiler.is_compiling()
     if not training:
         if debugging:
@@ -164,8 +165,8 @@ def _group_to_synchronize(process_group: dist.ProcessGroup | None) -> dist.Proce
     size = dist.get_world_size(group)
     if size < 1:
         raise ValueError(
-            f"expected a process group that this rank is in (rank {dist.get_rank()} is not in "
-            f"{group})"
+            f"expected a process group that this rank is in (rank {dist.get_rank()} is not in the "
+            f"group given, {group}: what new_group returns to ranks outside)"
         )
     return group if size > 1 else None
 

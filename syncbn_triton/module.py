@@ -108,6 +108,11 @@ class SyncBatchNorm(_BatchNorm):
 
         return convert(module, cls, process_group)
 
+    def __copy__(self) -> Self:
+        copied = type(self).__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # A process group cannot be copied, and a copy belongs to the same ranks.
         memo[id(self.process_group)] = self.process_group

@@ -45,8 +45,10 @@ class RankPool:
         The function must be importable by name. ``backend`` is what ``SYNCBN_TRITON_BACKEND`` is
         set to.
         """
-        while len(self._workers) < world_size:
-            self._workers.append(_start())
+        new = [_start() for _ in range(world_size - len(self._workers))]
+        self._workers += new
+        for _, pipe in new:
+            pipe.recv_bytes()
         with tempfile.TemporaryDirectory() as folder:
             store = str(Path(folder, "store"))
             for rank, (_, pipe) in enumerate(self._workers[:world_size]):
@@ -90,6 +92,8 @@ def _start() -> tuple[mp.Process, Connection]:
 
 def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
+    # Started and imported: from here on, time counts.
+    pipe.send_bytes(b"ready")
     while True:
         try:
             rank, world_size, store, backend, timeout, function, arguments = pickle.loads(
