@@ -20,7 +20,7 @@ from torch import Tensor
 from .blocks import Blocks, choose_blocks
 from .launch import accumulator, launch
 from .layout import view
-from .packing import load_affine, load_count, load_invstd, load_mean
+from .packing import load_affine, load_count, load_invstd, load_mean, reciprocal
 from .results import empty_like_input
 from .tile import (
     channels_of_group,
@@ -69,9 +69,9 @@ def backward_input_kernel(
 
     hi, lo = load_mean(stats_ptr, offs_c, mask_c, C)
     invstd = load_invstd(stats_ptr, offs_c, mask_c, C)
-    count = load_count(stats_ptr, C).to(tl.float64)
-    mean_dy = (tl.load(packed_ptr + offs_c, mask=mask_c, other=0.0) / count).to(ACC)
-    mean_dy_xmu = (tl.load(packed_ptr + C + offs_c, mask=mask_c, other=0.0) / count).to(ACC)
+    inv_count = reciprocal(load_count(stats_ptr, C).to(tl.float64))
+    mean_dy = (tl.load(packed_ptr + offs_c, mask=mask_c, other=0.0) * inv_count).to(ACC)
+    mean_dy_xmu = (tl.load(packed_ptr + C + offs_c, mask=mask_c, other=0.0) * inv_count).to(ACC)
     a = load_affine(weight_ptr, offs_c, mask_c, 1.0, HAS_WEIGHT, ACC) * invstd
     b = -a * invstd * invstd * mean_dy_xmu
     d = -a * mean_dy - lo * b

@@ -17,7 +17,15 @@ from torch import Tensor
 from .blocks import Blocks, choose_blocks
 from .launch import accumulator, launch
 from .layout import view
-from .packing import load_affine, load_moments, narrow, standardize, store_statistics, widen
+from .packing import (
+    load_affine,
+    load_moments,
+    narrow,
+    reciprocal,
+    standardize,
+    store_statistics,
+    widen,
+)
 from .results import empty_like_input, empty_statistics
 from .tile import (
     channels_of_group,
@@ -64,7 +72,7 @@ def save_and_track(
     if HAS_COUNTER:
         num_batches = tl.load(num_batches_ptr)
         if CUMULATIVE:
-            factor = seen / (num_batches + 1).to(tl.float64)
+            factor = seen * reciprocal((num_batches + 1).to(tl.float64))
         tl.store(num_batches_ptr, num_batches + seen.to(tl.int64))
     for c in range(0, C, BLOCK):
         offs_c = c + tl.arange(0, BLOCK)
@@ -73,7 +81,7 @@ def save_and_track(
         hi, lo, invstd = standardize(mean, var, eps, ACC)
         store_statistics(stats_ptr, offs_c, mask_c, C, hi, lo, invstd, count)
         if HAS_RUNNING:
-            unbiased = var * (count / tl.maximum(count - 1.0, 1.0))
+            unbiased = var * (count * reciprocal(tl.maximum(count - 1.0, 1.0)))
             update_running(running_mean_ptr, offs_c, mask_c, mean, factor)
             update_running(running_var_ptr, offs_c, mask_c, unbiased, factor)
 

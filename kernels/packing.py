@@ -37,6 +37,18 @@ def narrow(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def reciprocal(n):
+    """``1 / n`` in fp64, to a unit in the last place, for n that fits fp32's range.
+
+    Two Newton steps from an fp32 quotient: division in fp64 is a subroutine, whose call spills.
+    """
+    r = (1.0 / n.to(tl.float32)).to(tl.float64)
+    r += r * (1.0 - n * r)
+    r += r * (1.0 - n * r)
+    return r
+
+
+@triton.jit
 def store_moments(packed_ptr, offs_c, mask_c, C, mean, m2, count):
     """Packs the moments of this rank; mean and m2 are fp64 per channel, count is a scalar."""
     n = tl.cast(count, tl.float64)
@@ -49,7 +61,7 @@ def store_moments(packed_ptr, offs_c, mask_c, C, mean, m2, count):
 def load_moments(packed_ptr, offs_c, mask_c, C):
     """Mean and biased variance over all ranks in fp64, and their count; zeros where it is 0."""
     count = tl.load(packed_ptr + 2 * C)
-    inv_count = 1.0 / tl.maximum(count, 1.0)
+    inv_count = reciprocal(tl.maximum(count, 1.0))
     mean = tl.load(packed_ptr + offs_c, mask=mask_c, other=0.0) * inv_count
     mean_sq = tl.load(packed_ptr + C + offs_c, mask=mask_c, other=0.0) * inv_count
     var = mean_sq - mean * mean
@@ -63,11 +75,13 @@ def standardize(mean, var, eps, ACC: tl.constexpr):
     hi = mean.to(ACC)
     lo = (mean - hi.to(tl.float64)).to(ACC)
     # Added in fp64, where eps is not lost beside a large variance nor the variance beside eps.
-    shifted = (var + eps).to(ACC)
+    shifted = var + eps
     if ACC == tl.float64:
         invstd = 1.0 / tl.sqrt(shifted)
     else:
-        invstd = tl.div_rn(tl.full(shifted.shape, 1.0, ACC), tl.sqrt_rn(shifted))
+        # As in `reciprocal`; not below fp32's smallest normal number, of which it knows no root.
+        root = tl.rsqrt(tl.maximum(shifted.to(tl.float32), 1.1754944e-38)).to(tl.float64)
+        invstd = (root + 0.5 * root * (1.0 - shifted * root * root)).to(tl.float32)
     return hi, lo, invstd
 
 
