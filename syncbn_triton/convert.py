@@ -58,7 +58,7 @@ def convert(
     def converted(layer: nn.Module) -> nn.Module:
         if not isinstance(layer, _BatchNorm):
             return layer
-        synchronized = layer
+        synchronized: Any = layer
         if not isinstance(layer, to):
             if _has_own_forward(layer):
                 if not isinstance(layer, SyncBatchNorm):
@@ -144,6 +144,7 @@ def _with_class(layer: nn.Module, to: type[Module]) -> Module:
         to = type(f"Parametrized{to.__name__}", (to,), own)
     new = to.__new__(to)
     new.__dict__.update(layer.__dict__)
+    hook: Any
     for hook in new._load_state_dict_pre_hooks.values():
         if getattr(hook, "with_module", False):
             hook.module = weakref.ref(new)

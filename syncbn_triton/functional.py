@@ -62,7 +62,8 @@ def sync_batch_norm(
         NotImplementedError: A dtype is not floating point, or not one of those above.
         RuntimeError: Arguments are on different devices.
     """
-    if not torch.jit.is_tracing():  # which warns of checks, since it cannot keep them
+    # A trace cannot keep checks, and warns of them.
+    if not torch.jit.is_tracing():  # type: ignore[attr-defined]
         _check_input(input)
         _check_channels(input, running_mean, running_var, weight, bias)
     debugging = debug.ENABLED and not torch.compiler.is_compiling()
