@@ -1,8 +1,8 @@
 """Compiles every kernel for GPUs that are not here, and prints what the machine code costs.
 
 For each kernel, input and target: registers a thread, bytes spilled, the widest global load and
-store of the hot loop, and its instructions per element of x. Elements are counted from the bytes
-that the loop loads; a kernel whose tiles are each a program of their own has no loop.
+store of the hot loop, and its instructions per element of x, counted from the bytes that the loop
+loads, without those that a flat tile leaves idle. Where each program has one tile there is no loop.
 
     python bench/kernel_cost.py --targets sm_90 gfx942 --dtypes bfloat16
 """
@@ -33,8 +33,19 @@ INPUTS = {
     "contiguous": ((32, 64, 56, 56), torch.contiguous_format),
     "channels-last": ((32, 64, 56, 56), torch.channels_last),
     "2-D": ((65536, 256), torch.contiguous_format),
-    "ragged contiguous": ((32, 65, 57, 57), torch.contiguous_format),
-    "ragged channels-last 3-D": ((8, 65, 17, 17, 17), torch.channels_last_3d),
+    "3-D": ((2, 32, 128, 128, 128), torch.contiguous_format),
+    "channels-last 3-D": ((2, 32, 128, 128, 128), torch.channels_last_3d),
+    "3 channels": ((32, 3, 224, 224), torch.contiguous_format),
+    "3 channels, channels-last": ((32, 3, 224, 224), torch.channels_last),
+    "24 channels, channels-last": ((32, 24, 112, 112), torch.channels_last),
+    "40 channels, channels-last": ((64, 40, 56, 56), torch.channels_last),
+    "72 channels, channels-last": ((64, 72, 56, 56), torch.channels_last),
+    "65 channels, channels-last": ((8, 65, 17, 17, 17), torch.channels_last_3d),
+    "rows of 784": ((64, 512, 28, 28), torch.contiguous_format),
+    "rows of 196": ((256, 1024, 14, 14), torch.contiguous_format),
+    "rows of 49": ((256, 2048, 7, 7), torch.contiguous_format),
+    "rows of 20": ((30000, 64, 20), torch.contiguous_format),
+    "long odd rows": ((32, 65, 57, 57), torch.contiguous_format),
     "small": ((2, 3, 5, 5), torch.contiguous_format),
 }
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -65,15 +76,17 @@ def costs(target: str, inputs: list[str], dtypes: list[str]) -> Iterator[dict[st
         for launch in driver.launches:
             kernel = launch.name.removesuffix("_kernel")
             row = {"target": target, "kernel": kernel, "input": name, "dtype": dtype}
-            yield row | figures(target, kernel, x.element_size(), launch.binary)
+            yield row | figures(target, kernel, x.element_size(), launch)
 
 
-def figures(target: str, kernel: str, itemsize: int, binary: bytes) -> dict[str, Any]:
+def figures(target: str, kernel: str, itemsize: int, launch: stand_in.Launch) -> dict[str, Any]:
     """What the machine code says; for AMD, of which no disassembler ships, spills alone."""
     if not target.startswith("sm_"):
-        return {"spilled": machine_code.spilled_by_hsaco(binary)}
-    cost = machine_code.cost_of_cubin(binary)
+        return {"spilled": machine_code.spilled_by_hsaco(launch.binary)}
+    cost = machine_code.cost_of_cubin(launch.binary)
     elements = cost.loop_load_bytes / itemsize / READS.get(kernel, 1)
+    if tile := launch.constants.get("TILE"):
+        elements *= tile.TILE_S / tile.BLOCK_S
     return {
         "registers": cost.registers,
         "spilled": cost.spilled,
@@ -98,7 +111,7 @@ def main() -> None:
 
 def line(row: dict[str, Any]) -> str:
     """A row for people to read."""
-    widths = {"target": 7, "kernel": 16, "input": 25, "dtype": 9}
+    widths = {"target": 7, "kernel": 16, "input": 28, "dtype": 9}
     where = "".join(f"{row[key]:<{width}}" for key, width in widths.items())
     return where + ", ".join(f"{key} {row[key]}" for key in row if key not in widths)
 

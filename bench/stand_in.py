@@ -22,10 +22,11 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Launch:
-    """One recorded launch: the kernel's name and machine code, its grid, and its warps."""
+    """One recorded launch: what was compiled, with which constants, and over which grid."""
 
     name: str
     binary: bytes
+    constants: dict[str, Any]
     grid: tuple[int, int, int]
     num_warps: int
 
@@ -67,8 +68,10 @@ class StandInDriver:
         """Nothing was loaded."""
 
     def launcher_cls(self, src: Any, metadata: Any) -> Any:
+        constants = {src.fn.arg_names[path[0]]: value for path, value in src.constants.items()}
+
         def record(x: int, y: int, z: int, stream: int, function: bytes, *_: Any) -> None:
-            launch = Launch(metadata.name, function, (x, y, z), metadata.num_warps)
+            launch = Launch(metadata.name, function, constants, (x, y, z), metadata.num_warps)
             self.launches.append(launch)
 
         return record

@@ -15,9 +15,10 @@ import triton
 from .layout import Strides, View
 from .tile import Tile
 
-# Elements of a tile, at 4 warps: 16 a thread keep two accumulators and two to four independent
-# 16-byte loads per input within 128 registers.
+# Elements and warps of a tile: 16 elements a thread keep two accumulators and two to four
+# independent 16-byte loads per input within 128 registers.
 _TILE = 2048
+_WARPS = 4
 _REDUCTIONS = ("channel_stats", "backward_reduce")
 # A row of a tile is at most one 128-byte cache line of channels, and at least half a line.
 _LINE = 128
@@ -115,7 +116,7 @@ def _heuristic(
     flat = None
     if dense and fastest % (line // 2):
         flat = _flat_tile(channels_fastest, C, S, tile, _VECTOR // itemsize)
-    if fastest * itemsize % _VECTOR:
+    if not flat and fastest * itemsize % _VECTOR:
         # Rows start anywhere: each element is a load of its own, with a pointer of its own.
         tile //= 4
     if flat:
@@ -125,8 +126,10 @@ def _heuristic(
         block_s = min(triton.next_power_of_2(max(1, S)), tile // block_c)
     else:
         block_s = _least_padding(S, line // 2, tile)
-        block_c = min(triton.next_power_of_2(C), tile // block_s)
-    num_warps = min(4, max(1, triton.next_power_of_2(block_c * block_s) // 128))
+        block_c = _least_padding(C, max(1, tile // 4 // block_s), tile // block_s)
+    # Summing a flat tile by channel takes as many registers again.
+    per_warp = tile // _WARPS // (2 if flat else 1)
+    num_warps = min(_WARPS, max(1, triton.next_power_of_2(block_c * block_s) // per_warp))
 
     groups = triton.cdiv(C, block_c)
     tiles = N * triton.cdiv(S, block_s)
@@ -142,13 +145,17 @@ def _flat_tile(
     channels_fastest: bool, C: int, S: int, tile: int, vector: int
 ) -> tuple[int, int] | None:
     """The flat tile with the fewest idle lanes among multiples of a vector load, if any."""
-    whole, limit = (C, S) if channels_fastest else (S, C)
+    whole, count = (C, S) if channels_fastest else (S, C)
     step = vector // math.gcd(whole, vector)
-    most = min(tile // whole, limit) // step * step
-    if most == 0:
+
+    def lanes(n: int) -> int:
+        return triton.cdiv(count, n) * triton.next_power_of_2(n * whole)
+
+    most = min(tile // whole, count) // step * step
+    choices = [n for n in range(most, 0, -step) if 8 * n * whole >= tile or n == most]
+    if not choices:
         return None
-    even = [n for n in range(step, most + 1, step) if limit % n == 0 and 4 * n >= 3 * most]
-    n = most if channels_fastest or not even else even[-1]
+    n = min(choices, key=lanes)
     return (C, n) if channels_fastest else (n, S)
 
 
