@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules import _functions
 from torch.utils.checkpoint import checkpoint
 
+LAYER = inspect.getsource(nn.SyncBatchNorm.forward)
 FORWARD = inspect.getsource(_functions.SyncBatchNorm.forward)
 BACKWARD = inspect.getsource(_functions.SyncBatchNorm.backward)
 
@@ -25,6 +26,16 @@ def test_native_batch_norm_loses_digits_where_the_mean_dwarfs_the_deviation() ->
     exact = F.batch_norm(x.double(), None, None, training=True)
     error = (F.batch_norm(x, None, None, training=True).double() - exact).abs().max()
     assert error > 2e-4
+
+
+def count_no_ranks_outside_a_group(rank: int) -> None:
+    assert dist.get_world_size(dist.GroupMember.NON_GROUP_MEMBER) == -1
+
+
+def test_a_rank_outside_the_group_normalizes_alone(ranks: RankPool) -> None:
+    """For such a rank the group has -1 members, and so nobody to synchronize with."""
+    ranks.run(2, count_no_ranks_outside_a_group)
+    assert "need_sync = world_size > 1" in LAYER
 
 
 def refuse_the_cpu(rank: int) -> None:

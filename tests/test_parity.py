@@ -48,12 +48,14 @@ def step_on_rank(
     """One training step on this rank's share of the batch."""
     module = build(options, layer)
     x = xs[rank].contiguous(memory_format=memory_format).requires_grad_()
+    # As backward returns it: autograd lays out x.grad as x in any case.
+    dxs: list[Tensor] = []
+    x.register_hook(dxs.append)
     y = module(x)
     y.backward(dys[rank])
-    assert y.dtype == x.grad.dtype == x.dtype
-    if x.numel():
-        assert y.is_contiguous(memory_format=memory_format)
-        assert x.grad.is_contiguous(memory_format=memory_format)
+    for result in (y, *dxs):
+        assert result.dtype == x.dtype
+        assert not x.numel() or result.is_contiguous(memory_format=memory_format)
     return {
         "y": y.detach(),
         "dx": x.grad,
