@@ -28,6 +28,7 @@ from .tile import (
     tile_start,
     tiles_of_kind,
     tiles_of_program,
+    zeros,
 )
 
 
@@ -65,8 +66,8 @@ def backward_reduce_kernel(
     hi, lo = load_mean(stats_ptr, offs_c, mask_c, C)
     hi_tile = spread(hi, TILE)
 
-    sum_dy = tl.zeros([TILE.BLOCK_C, TILE.BLOCK_S], ACC)
-    sum_dy_xhi = tl.zeros([TILE.BLOCK_C, TILE.BLOCK_S], ACC)
+    sum_dy = zeros(ACC, TILE)
+    sum_dy_xhi = zeros(ACC, TILE)
     for RAGGED in tl.static_range(0, 1 if TILE.EVEN_S else 2):
         first, last = tiles_of_kind(begin, end, full_tiles, RAGGED)
         for t in range(first, last):

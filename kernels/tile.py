@@ -38,6 +38,14 @@ class Tile:
 
 
 @triton.jit
+def zeros(DTYPE: tl.constexpr, TILE: tl.constexpr):
+    """A tile of zeros; Triton 3.6 takes no attribute of a constant in a shape."""
+    BLOCK_C: tl.constexpr = TILE.BLOCK_C
+    BLOCK_S: tl.constexpr = TILE.BLOCK_S
+    return tl.zeros([BLOCK_C, BLOCK_S], DTYPE)
+
+
+@triton.jit
 def tiles_of_program(pid, C, tiles, tiles_per_program, TILE: tl.constexpr):
     """The group of channels of a program, its first tile, and one past its last."""
     groups = tl.cdiv(C, TILE.CHANNELS)
@@ -97,8 +105,10 @@ def tile_start(t, tiles_per_row, stride_n, stride_s, TILE: tl.constexpr):
 def tile_mask(t, group, C, S, tiles_per_row, RAGGED: tl.constexpr, TILE: tl.constexpr):
     """Which elements of tile t exist; rows end within it only if RAGGED."""
     VECTOR: tl.constexpr = TILE.VECTOR
-    offs_s = tl.arange(0, TILE.BLOCK_S)
-    mask = tl.full([TILE.BLOCK_C, TILE.BLOCK_S], 1, tl.int1)
+    BLOCK_C: tl.constexpr = TILE.BLOCK_C
+    BLOCK_S: tl.constexpr = TILE.BLOCK_S
+    offs_s = tl.arange(0, BLOCK_S)
+    mask = tl.full([BLOCK_C, BLOCK_S], 1, tl.int1)
     if TILE.TILE_S != TILE.BLOCK_S:
         mask &= (offs_s < TILE.TILE_S)[None, :]
     if RAGGED:
@@ -110,7 +120,7 @@ def tile_mask(t, group, C, S, tiles_per_row, RAGGED: tl.constexpr, TILE: tl.cons
         if TILE.INNER:
             mask &= (offs_s < tl.multiple_of(left_c * TILE.INNER, VECTOR))[None, :]
         else:
-            mask &= (tl.arange(0, TILE.BLOCK_C) < left_c)[:, None]
+            mask &= (tl.arange(0, BLOCK_C) < left_c)[:, None]
     return mask
 
 
@@ -140,6 +150,7 @@ def sum_channels(x, DTYPE: tl.constexpr, TILE: tl.constexpr):
     if TILE.INNER:
         # The lanes of each channel are gathered into a row of their own.
         PADDED: tl.constexpr = triton.next_power_of_2(TILE.CHANNELS)
+        BLOCK_S: tl.constexpr = TILE.BLOCK_S
         LENGTH: tl.constexpr = TILE.TILE_S // TILE.CHANNELS
         COLUMNS: tl.constexpr = triton.next_power_of_2(LENGTH)
         i = tl.arange(0, PADDED * COLUMNS)
@@ -147,7 +158,7 @@ def sum_channels(x, DTYPE: tl.constexpr, TILE: tl.constexpr):
         run = TILE.CHANNELS * TILE.INNER
         lane = (j // TILE.INNER) * run + channel * TILE.INNER + j % TILE.INNER
         exists = (channel < TILE.CHANNELS) & (j < LENGTH)
-        rows = tl.gather(tl.reshape(x, [TILE.BLOCK_S]), tl.where(exists, lane, 0), 0)
+        rows = tl.gather(tl.reshape(x, [BLOCK_S]), tl.where(exists, lane, 0), 0)
         rows = tl.where(exists, rows, 0.0)
         return tl.sum(tl.reshape(rows, [PADDED, COLUMNS]).to(DTYPE), axis=1)
     else:
