@@ -6,9 +6,10 @@ the last step is replaced: the launch is recorded, and nothing runs.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from syncbn_triton.kernels.plan import forget_plans
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
@@ -20,15 +21,15 @@ TARGETS = {
 }
 
 
-@dataclass(frozen=True)
-class Launch:
-    """One recorded launch: what was compiled, with which constants, and over which grid."""
+class Launch(NamedTuple):
+    """One recorded launch: what was compiled, with which constants, over which grid, on what."""
 
     name: str
     binary: bytes
     constants: dict[str, Any]
     grid: tuple[int, int, int]
     num_warps: int
+    arguments: tuple[Any, ...]
 
 
 @dataclass
@@ -70,8 +71,10 @@ class StandInDriver:
     def launcher_cls(self, src: Any, metadata: Any) -> Any:
         constants = {src.fn.arg_names[path[0]]: value for path, value in src.constants.items()}
 
-        def record(x: int, y: int, z: int, stream: int, function: bytes, *_: Any) -> None:
-            launch = Launch(metadata.name, function, constants, (x, y, z), metadata.num_warps)
+        def record(x: int, y: int, z: int, stream: int, function: bytes, *rest: Any) -> None:
+            # After the packed metadata, the launch's metadata and two hooks.
+            grid, warps, arguments = (x, y, z), metadata.num_warps, rest[4:]
+            launch = Launch(metadata.name, function, constants, grid, warps, arguments)
             self.launches.append(launch)
 
         return record
@@ -85,4 +88,5 @@ def install(target: str) -> StandInDriver:
     """
     stand_in = StandInDriver(TARGETS[target], list(TARGETS).index(target))
     driver.set_active(stand_in)
+    forget_plans()
     return stand_in

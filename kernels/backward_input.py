@@ -13,14 +13,15 @@ Source: Ioffe and Szegedy, "Batch Normalization", 2015, section 3, with the deri
 per channel.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .blocks import Blocks, choose_blocks
-from .launch import accumulator, launch
 from .layout import view
 from .packing import load_affine, load_count, load_invstd, load_mean, reciprocal
+from .plan import Plan, planned
 from .results import empty_like_input
 from .tile import (
     channels_of_group,
@@ -91,6 +92,22 @@ def backward_input_kernel(
             tl.store(dx_ptrs + dx_start, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
+@planned
+def _plan(
+    shape: torch.Size,
+    x_strides: tuple[int, ...],
+    dy_strides: tuple[int, ...],
+    dx_strides: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    blocks: Blocks | None,
+    **constants: bool,
+) -> Plan:
+    v = view(shape, x_strides, dy_strides, dx_strides)
+    cut = (blocks or choose_blocks("backward_input", v, dtype, device)).cut(v)
+    return Plan.over(backward_input_kernel, v, cut, dtype, device, **constants)
+
+
 def backward_input(
     x: Tensor,
     dy: Tensor,
@@ -115,21 +132,15 @@ def backward_input(
     dx = empty_like_input(x)
     if x.numel() == 0:
         return dx
-    v = view(x, dy, dx)
-    blocks = blocks or choose_blocks("backward_input", v, x.dtype, x.device)
-    cut = blocks.cut(v)
-    launch(
-        backward_input_kernel,
-        cut,
-        *v.tensors,
-        packed,
-        stats,
-        weight,
-        *cut.sizes,
-        *cut.strides[0],
-        *cut.strides[1],
-        *cut.strides[2],
-        ACC=accumulator(x.dtype),
+    plan = _plan(
+        x.shape,
+        x.stride(),
+        dy.stride(),
+        dx.stride(),
+        x.dtype,
+        x.device,
+        blocks,
         HAS_WEIGHT=weight is not None,
     )
+    plan.launch(x, dy, dx, packed, stats, weight)
     return dx

@@ -14,10 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from .blocks import Blocks, choose_blocks
-from .launch import accumulator, launch
 from .layout import view
 from .merge import merge_gradients
 from .packing import load_mean, store_gradients
+from .plan import Plan, planned
 from .results import empty_gradients
 from .tile import (
     channels_of_group,
@@ -102,6 +102,25 @@ def backward_reduce_kernel(
         )
 
 
+@planned
+def _plans(
+    shape: torch.Size,
+    x_strides: tuple[int, ...],
+    dy_strides: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    blocks: Blocks | None,
+    **constants: bool,
+) -> tuple[int, Plan, Plan]:
+    """Rows of partial results, the plan that computes them, and the one that merges them."""
+    v = view(shape, x_strides, dy_strides)
+    cut = (blocks or choose_blocks("backward_reduce", v, dtype, device)).cut(v)
+    merge = merge_gradients(cut.split, v.C, device, **constants)
+    split = {"SPLIT": cut.split > 1}
+    reduce = Plan.over(backward_reduce_kernel, v, cut, dtype, device, **split, **constants)
+    return cut.split, reduce, merge
+
+
 def backward_reduce(
     x: Tensor,
     dy: Tensor,
@@ -127,26 +146,20 @@ def backward_reduce(
     packed, grad_weight, grad_bias = empty_gradients(x, weight_dtype, bias_dtype)
     if x.numel() == 0:
         return packed.zero_(), grad_weight.zero_(), grad_bias.zero_()
-    v = view(x, dy)
-    blocks = blocks or choose_blocks("backward_reduce", v, x.dtype, x.device)
-    cut = blocks.cut(v)
-    partials = packed.new_empty(cut.split, packed.numel()) if cut.split > 1 else packed
-    launch(
-        backward_reduce_kernel,
-        cut,
-        *v.tensors,
-        stats,
-        partials,
-        grad_weight,
-        grad_bias,
-        *cut.sizes,
-        *cut.strides[0],
-        *cut.strides[1],
-        ACC=accumulator(x.dtype),
+    rows, reduce, merge = _plans(
+        x.shape,
+        x.stride(),
+        dy.stride(),
+        x.dtype,
+        x.device,
+        blocks,
         HAS_WEIGHT=weight_dtype is not None,
         HAS_BIAS=bias_dtype is not None,
-        SPLIT=cut.split > 1,
     )
-    if cut.split > 1:
-        merge_gradients(partials, packed, grad_weight, grad_bias, stats)
+    if rows == 1:
+        reduce.launch(x, dy, stats, packed, grad_weight, grad_bias)
+    else:
+        partials = packed.new_empty(rows, packed.numel())
+        reduce.launch(x, dy, stats, partials, grad_weight, grad_bias)
+        merge.launch(partials, packed, grad_weight, grad_bias, stats)
     return packed, grad_weight, grad_bias

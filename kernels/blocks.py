@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from .layout import Strides, View
+from .layout import View
 from .tile import Tile
 
 # Elements and warps of a tile: 16 elements a thread keep two accumulators and two to four
@@ -49,7 +49,7 @@ class Blocks(NamedTuple):
 
     def cut(self, v: View) -> "Cut":
         """How these blocks cut a view into tiles and programs."""
-        row, tile_s, inner, strides = v.S, self.BLOCK_S, 0, v.strides
+        row, tile_s, inner = v.S, self.BLOCK_S, 0
         ends = [row]
         block_c, block_s = self.BLOCK_C, self.BLOCK_S
         if self.flat:
@@ -58,10 +58,8 @@ class Blocks(NamedTuple):
             block_c, block_s = 1, triton.next_power_of_2(tile_s)
             if v.channels_fastest:
                 row, inner = v.S * v.C, 1
-                strides = tuple(Strides(0, 0, 1) for _ in v.strides)
             else:
                 row, inner = tile_s, v.S
-                strides = tuple(Strides(t.n, tile_s, 1) for t in v.strides)
         tiles_per_row = triton.cdiv(row, tile_s)
         tiles = v.N * tiles_per_row
         tiles_per_program = max(1, triton.cdiv(tiles, self.split))
@@ -80,7 +78,7 @@ class Blocks(NamedTuple):
         )
         grid = triton.cdiv(v.C, self.BLOCK_C) * split
         sizes = (v.C, row, tiles, tiles_per_row, tiles_per_program, full_tiles)
-        return Cut(grid, sizes, strides, split, tile, self.num_warps)
+        return Cut(grid, sizes, split, tile, self.num_warps)
 
 
 class Cut(NamedTuple):
@@ -92,7 +90,6 @@ class Cut(NamedTuple):
 
     grid: int
     sizes: tuple[int, int, int, int, int, int]
-    strides: tuple[Strides, ...]
     split: int
     tile: Tile
     num_warps: int

@@ -12,15 +12,16 @@ most the number of tiles, for any data. (A single element as the pilot has no su
 Shifted data: Chan, Golub, LeVeque, "Algorithms for computing the sample variance", 1983, section 2.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .blocks import Blocks, choose_blocks
-from .launch import accumulator, launch
 from .layout import view
 from .merge import merge_moments
 from .packing import store_moments
+from .plan import Plan, planned
 from .results import empty_moments
 from .tile import (
     channels_of_group,
@@ -91,6 +92,21 @@ def channel_stats_kernel(
         store_moments(out_ptr, offs_c, mask_c, C, mean, m2, n)
 
 
+@planned
+def _plans(
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    blocks: Blocks | None,
+) -> tuple[int, Plan, Plan]:
+    """Rows of partial results, the plan that computes them, and the one that merges them."""
+    v = view(shape, strides)
+    cut = (blocks or choose_blocks("channel_stats", v, dtype, device)).cut(v)
+    reduce = Plan.over(channel_stats_kernel, v, cut, dtype, device, SPLIT=cut.split > 1)
+    return cut.split, reduce, merge_moments(cut.split, v.C, device)
+
+
 def channel_stats(x: Tensor, blocks: Blocks | None = None) -> Tensor:
     """Packs count, mean and sum of squares of each channel (see `packing`).
 
@@ -104,20 +120,11 @@ def channel_stats(x: Tensor, blocks: Blocks | None = None) -> Tensor:
     packed = empty_moments(x)
     if x.numel() == 0:
         return packed.zero_()
-    v = view(x)
-    blocks = blocks or choose_blocks("channel_stats", v, x.dtype, x.device)
-    cut = blocks.cut(v)
-    partials = packed.new_empty(cut.split, packed.numel()) if cut.split > 1 else packed
-    launch(
-        channel_stats_kernel,
-        cut,
-        *v.tensors,
-        partials,
-        *cut.sizes,
-        *cut.strides[0],
-        ACC=accumulator(x.dtype),
-        SPLIT=cut.split > 1,
-    )
-    if cut.split > 1:
-        merge_moments(partials, packed)
+    rows, reduce, merge = _plans(x.shape, x.stride(), x.dtype, x.device, blocks)
+    if rows == 1:
+        reduce.launch(x, packed)
+        return packed
+    partials = packed.new_empty(rows, packed.numel())
+    reduce.launch(x, partials)
+    merge.launch(partials, packed)
     return packed

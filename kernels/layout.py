@@ -6,10 +6,9 @@ sample, one channel), the batch is folded into space: ``N = 1, S = N * spatial``
 from one long dimension, which is what keeps them full when the image is small.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
-
-from torch import Tensor
 
 
 class Strides(NamedTuple):
@@ -21,13 +20,16 @@ class Strides(NamedTuple):
 
 
 class View(NamedTuple):
-    """The sizes that the tensors of one launch share, and each tensor with its strides."""
+    """The sizes that the tensors of one launch share, and the strides of each.
+
+    ``copied`` tells which of them cannot be seen so, and must be made contiguous first.
+    """
 
     N: int
     C: int
     S: int
-    tensors: tuple[Tensor, ...]
     strides: tuple[Strides, ...]
+    copied: tuple[bool, ...]
 
     @property
     def channels_fastest(self) -> bool:
@@ -56,27 +58,27 @@ def _merged_stride(sizes: Sequence[int], strides: Sequence[int]) -> int | None:
     return merged
 
 
-def _folded(x: Tensor) -> Strides | None:
-    sizes, strides = x.shape, x.stride()
-    s = _merged_stride((sizes[0], *sizes[2:]), (strides[0], *strides[2:]))
+def _folded(shape: Sequence[int], strides: Sequence[int]) -> Strides | None:
+    s = _merged_stride((shape[0], *shape[2:]), (strides[0], *strides[2:]))
     return None if s is None else Strides(0, strides[1], s)
 
 
-def _batched(x: Tensor) -> Strides | None:
-    s = _merged_stride(x.shape[2:], x.stride()[2:])
-    return None if s is None else Strides(x.stride(0), x.stride(1), s)
+def _batched(shape: Sequence[int], strides: Sequence[int]) -> Strides | None:
+    s = _merged_stride(shape[2:], strides[2:])
+    return None if s is None else Strides(strides[0], strides[1], s)
 
 
-def view(*tensors: Tensor) -> View:
-    """Views tensors of one shape ``(N, C, *)`` over common ``(N, C, S)`` sizes.
+def view(shape: Sequence[int], *strides: Sequence[int]) -> View:
+    """Views tensors ``(N, C, *)`` of one shape, by their strides, over common ``(N, C, S)`` sizes.
 
-    A tensor whose spatial dimensions have no common stride (a transposed or cropped image) is
-    copied to contiguous memory; no other is.
+    A tensor whose spatial dimensions have no common stride (a transposed or cropped image) has to
+    be copied to contiguous memory; no other has.
     """
-    n, c = tensors[0].shape[:2]
-    s = tensors[0].shape[2:].numel()
-    folded = tuple(strides for x in tensors if (strides := _folded(x)))
-    if len(folded) == len(tensors):
-        return View(1, c, n * s, tensors, folded)
-    tensors = tuple(x if _batched(x) else x.contiguous() for x in tensors)
-    return View(n, c, s, tensors, tuple(strides for x in tensors if (strides := _batched(x))))
+    n, c = shape[:2]
+    s = math.prod(shape[2:])
+    folded = tuple(t for each in strides if (t := _folded(shape, each)))
+    if len(folded) == len(strides):
+        return View(1, c, n * s, folded, (False,) * len(strides))
+    batched = [_batched(shape, each) for each in strides]
+    contiguous = Strides(c * s, s, 1)
+    return View(n, c, s, tuple(t or contiguous for t in batched), tuple(not t for t in batched))

@@ -5,12 +5,14 @@ Each then writes a row of partials, and these kernels add the rows up per channe
 same order, so that a result does not depend on which program finished first.
 """
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from .launch import launch_grid
 from .packing import store_gradients, store_moments
+from .plan import Plan
 
 # Elements of a [rows, channels] tile: 16 fp64 values a thread at 4 warps.
 _TILE = 2048
@@ -81,44 +83,24 @@ def merge_gradients_kernel(
     )
 
 
-def _blocks(rows: int, C: int) -> dict[str, int]:
+def _plan(kernel: Any, rows: int, C: int, device: torch.device, **constants: bool) -> Plan:
     block_r = triton.next_power_of_2(rows)
     block_c = min(triton.next_power_of_2(C), max(1, _TILE // block_r))
-    return {"BLOCK_R": block_r, "BLOCK_C": block_c}
+    blocks = {"BLOCK_R": block_r, "BLOCK_C": block_c}
+    return Plan(kernel, triton.cdiv(C, block_c), device, (C, rows), blocks | constants)
 
 
-def merge_moments(partials: Tensor, packed: Tensor) -> None:
+def merge_moments(rows: int, C: int, device: torch.device) -> Plan:
     """Merges rows ``[mean | M2 | n]``, ``(rows, 2C + 1)`` fp64, into packed moments."""
-    rows, C = partials.shape[0], packed.shape[0] // 2
-    blocks = _blocks(rows, C)
-    grid = triton.cdiv(C, blocks["BLOCK_C"])
-    launch_grid(merge_moments_kernel, grid, partials, packed, C, rows, **blocks)
+    return _plan(merge_moments_kernel, rows, C, device)
 
 
 def merge_gradients(
-    partials: Tensor,
-    packed: Tensor,
-    grad_weight: Tensor,
-    grad_bias: Tensor,
-    stats: Tensor,
-) -> None:
-    """Adds rows ``[sum dy | sum dy*(x - mean)]``, ``(rows, 2C)`` fp64, into ``packed``, ``(2C,)``.
+    rows: int, C: int, device: torch.device, HAS_WEIGHT: bool, HAS_BIAS: bool
+) -> Plan:
+    """Adds rows ``[sum dy | sum dy*(x - mean)]``, ``(rows, 2C)`` fp64, into ``(2C,)``.
 
-    The gradients of weight and bias are stored too; one of no elements is not wanted.
+    The gradients of weight and bias are stored too.
     """
-    rows, C = partials.shape[0], packed.shape[0] // 2
-    blocks = _blocks(rows, C)
-    launch_grid(
-        merge_gradients_kernel,
-        triton.cdiv(C, blocks["BLOCK_C"]),
-        partials,
-        packed,
-        grad_weight,
-        grad_bias,
-        stats,
-        C,
-        rows,
-        HAS_WEIGHT=grad_weight.numel() > 0,
-        HAS_BIAS=grad_bias.numel() > 0,
-        **blocks,
-    )
+    wanted = {"HAS_WEIGHT": HAS_WEIGHT, "HAS_BIAS": HAS_BIAS}
+    return _plan(merge_gradients_kernel, rows, C, device, **wanted)

@@ -10,12 +10,12 @@ and one writer. Tiles are walked from the last to the first: what `channel_stats
 the cache still holds.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .blocks import Blocks, choose_blocks
-from .launch import accumulator, launch
 from .layout import view
 from .packing import (
     load_affine,
@@ -26,6 +26,7 @@ from .packing import (
     store_statistics,
     widen,
 )
+from .plan import Plan, planned
 from .results import empty_like_input, empty_statistics
 from .tile import (
     channels_of_group,
@@ -160,6 +161,22 @@ def normalize_kernel(
             tl.store(y_ptrs + y_start, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
+@planned
+def _plan(
+    shape: torch.Size,
+    x_strides: tuple[int, ...],
+    y_strides: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    blocks: Blocks | None,
+    **constants: bool,
+) -> Plan:
+    v = view(shape, x_strides, y_strides)
+    cut = (blocks or choose_blocks("normalize", v, dtype, device)).cut(v)
+    block = min(_BLOCK_TRACK, triton.next_power_of_2(v.C))
+    return Plan.over(normalize_kernel, v, cut, dtype, device, BLOCK_TRACK=block, **constants)
+
+
 def normalize(
     x: Tensor,
     packed: Tensor,
@@ -190,31 +207,20 @@ def normalize(
         y, of x's shape, dtype and memory format; and the statistics, ``(3C + 1,)``, for backward.
     """
     y, stats = empty_like_input(x), empty_statistics(x)
-    v = view(x, y)
-    blocks = blocks or choose_blocks("normalize", v, x.dtype, x.device)
-    cut = blocks.cut(v)
-    launch(
-        normalize_kernel,
-        cut,
-        *v.tensors,
-        packed,
-        weight,
-        bias,
-        stats,
-        running_mean,
-        running_var,
-        num_batches_tracked,
-        *cut.sizes,
-        *cut.strides[0],
-        *cut.strides[1],
-        momentum or 0.0,
-        eps,
-        ACC=accumulator(x.dtype),
+    plan = _plan(
+        x.shape,
+        x.stride(),
+        y.stride(),
+        x.dtype,
+        x.device,
+        blocks,
         HAS_WEIGHT=weight is not None,
         HAS_BIAS=bias is not None,
         HAS_RUNNING=running_mean is not None,
         HAS_COUNTER=num_batches_tracked is not None,
         CUMULATIVE=momentum is None,
-        BLOCK_TRACK=min(_BLOCK_TRACK, triton.next_power_of_2(v.C)),
     )
+    tracked = (running_mean, running_var, num_batches_tracked)
+    scalars = (momentum or 0.0, eps)
+    plan.launch(x, y, packed, weight, bias, stats, *tracked, scalars=scalars)
     return y, stats

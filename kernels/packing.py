@@ -115,7 +115,8 @@ def load_affine(ptr, offs_c, mask_c, DEFAULT: tl.constexpr, HAS: tl.constexpr, A
     """A weight or bias in ACC, DEFAULT where the layer has none."""
     if HAS:
         return widen(tl.load(ptr + offs_c, mask=mask_c, other=DEFAULT), ACC)
-    return tl.full(offs_c.shape, DEFAULT, ACC)
+    else:
+        return tl.full(offs_c.shape, DEFAULT, ACC)
 
 
 @triton.jit

@@ -170,7 +170,8 @@ def test_n15_merge_of_large_counts(counts: tuple[int, ...]) -> None:
     means, variances = moments_of(counts)
     n = torch.tensor(counts, dtype=torch.float64).unsqueeze(1)
     packed = torch.empty(5, dtype=torch.float64)
-    merge_moments(torch.cat([means, n * variances, n], dim=1), packed)
+    rows = torch.cat([means, n * variances, n], dim=1)
+    merge_moments(len(counts), 2, rows.device).launch(rows, packed)
     total, mean, square = exact_moments(counts, means, n * variances)
     assert packed[4] == total
     exact = to_fp64([total * value for value in mean + square])

@@ -79,7 +79,7 @@ def test_n16_kernels_read_beyond_32_bit_offsets(
     """pytorch#181555; one tile reaches that far, or the step from one tile to the next does."""
     x = far_apart(torch.randn(size).half(), dim, stride)
     dy = far_apart(torch.randn(size).half(), dim, stride)
-    assert view(x, dy).tensors == (x, dy)
+    assert not any(view(x.shape, x.stride(), dy.stride()).copied)
     layer = make_layer(size[1], torch.float16)
     step, _ = run_kernels(layer, x, dy, blocks)
     assert_step_rounds(step, layer, x, dy)

@@ -72,7 +72,7 @@ def test_any_split_over_ranks_is_the_whole_batch(
 
 def merged(rows: Tensor) -> Tensor:
     packed = torch.empty(rows.shape[1], dtype=torch.float64)
-    merge_moments(rows, packed)
+    merge_moments(len(rows), rows.shape[1] // 2, rows.device).launch(rows, packed)
     return packed
 
 
