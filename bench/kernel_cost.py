@@ -1,11 +1,27 @@
 """Compiles every kernel for GPUs that are not here, and prints what the machine code costs.
 
-For each kernel, input and target: registers a thread, bytes spilled, and of the hot loop the
-spills, the widest global load and store, and the instructions per element of x, counted from the
-bytes that it loads, without those that a flat tile leaves idle. Where each program has one tile
-there is no loop.
+A line for each kernel, input and dtype, with the block sizes that are really chosen. Of the whole
+kernel:
+
+    regs    registers a thread
+    spill   bytes spilled (registers on AMD)
+    code    bytes of machine code
+
+and for NVIDIA, of the hot loop, without the lanes that a flat tile leaves idle:
+
+    load    bits of the widest load, and of the widest store
+    ins/el  instructions per element of x
+    B/el    bytes moved per element of x; not read from the code: what tests/test_traffic.py proves
+    prog    programs resident on a multiprocessor: as many as fit, or as the grid has for each
+    KiB/SM  bytes asked for and not yet used on a multiprocessor, by all of them
+    A100    the share of that GPU's memory bandwidth that the instructions it can issue and the
+            bytes in flight leave within reach, 1 at most; not a forecast
+
+The stand-in for a driver has an H200's 132 multiprocessors on every target. Kernels that merge
+partials have no loop over elements, and a "-" for its figures.
 
     python bench/kernel_cost.py --targets sm_90 gfx942 --dtypes bfloat16
+    python bench/kernel_cost.py --suite --dtypes bfloat16 --json
 """
 
 import argparse
@@ -14,12 +30,15 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     sys.exit("TRITON_INTERPRET=1 is set: interpreted kernels are not compiled. Unset it.")
 
 import machine_code
+import peer
+import shapes
 import stand_in
 import torch
 from syncbn_triton.kernels.launchers import (
@@ -28,9 +47,12 @@ from syncbn_triton.kernels.launchers import (
     channel_stats,
     normalize,
 )
+from tqdm import tqdm
+
+Inputs = dict[str, tuple[tuple[int, ...], torch.memory_format]]
 
 # (N, C, *), large enough that reductions are split and every loop runs more than once.
-INPUTS = {
+INPUTS: Inputs = {
     "contiguous": ((32, 64, 56, 56), torch.contiguous_format),
     "channels-last": ((32, 64, 56, 56), torch.channels_last),
     "2-D": ((65536, 256), torch.contiguous_format),
@@ -50,8 +72,48 @@ INPUTS = {
     "small": ((2, 3, 5, 5), torch.contiguous_format),
 }
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-# Full-size tensors a kernel reads, and so what a loop's loads are divided among.
+# Full-size tensors that a kernel reads and writes, as tests/test_traffic.py counts them.
 READS = {"channel_stats": 1, "normalize": 1, "backward_reduce": 2, "backward_input": 2}
+WRITES = {"channel_stats": 0, "normalize": 1, "backward_reduce": 0, "backward_input": 1}
+
+
+class GPU(NamedTuple):
+    """Multiprocessors, clock in Hz, bytes a second, and bytes of shared memory of each SM."""
+
+    sms: int
+    clock: float
+    bandwidth: float
+    shared: int
+
+
+# Data sheets of the A100 80GB, H100 and H200, SXM; the clock is the one of their FP32 peaks (19.5
+# and 67 TFLOPS, at 64 and 128 fused multiply-adds per SM and cycle).
+GPUS = {
+    "sm_80": {"A100": GPU(108, 1.41e9, 2.04e12, 164 << 10)},
+    "sm_90": {
+        "H100": GPU(132, 1.98e9, 3.35e12, 228 << 10),
+        "H200": GPU(132, 1.98e9, 4.8e12, 228 << 10),
+    },
+}
+# Of each SM, compute capability 8.0 and 9.0 alike (CUDA C++ Programming Guide, technical
+# specifications per compute capability): registers, which a warp takes in units of 256 from one of
+# four parts; threads; programs, each with 1 KiB of shared memory for itself; lanes that issue.
+_REGISTERS, _REGISTER_UNIT, _PARTS = 65536, 256, 4
+_THREADS, _PROGRAMS, _SHARED_EACH, _LANES = 2048, 32, 1024, 128
+# Seconds from a load to its use while memory is busy: assumed, about twice what an idle one takes.
+_LATENCY = 600e-9
+
+
+def suite() -> Inputs:
+    """The inputs of `shapes`, in each of their memory formats."""
+    return {
+        shape.name + ("" if layout is torch.contiguous_format else ", channels-last"): (
+            shape.size,
+            layout,
+        )
+        for shape in shapes.SUITE
+        for layout in shapes.formats(shape)
+    }
 
 
 def launch_all(x: torch.Tensor, affine: bool) -> None:
@@ -66,56 +128,155 @@ def launch_all(x: torch.Tensor, affine: bool) -> None:
     backward_input(x, x, stats, weight, sums)
 
 
-def costs(target: str, inputs: list[str], dtypes: list[str]) -> Iterator[dict[str, Any]]:
-    """A row for each kernel that each kind of input compiles."""
+def costs(target: str, inputs: Inputs, dtypes: list[str]) -> Iterator[list[dict[str, Any]]]:
+    """For each input and dtype, a row for each kernel that it launches."""
     driver = stand_in.install(target)
-    for name, dtype in itertools.product(inputs, dtypes):
+    for (name, (size, memory_format)), dtype in itertools.product(inputs.items(), dtypes):
         driver.launches.clear()
-        shape, memory_format = INPUTS[name]
-        x = torch.empty(shape, dtype=getattr(torch, dtype))
-        launch_all(x.contiguous(memory_format=memory_format), affine=name != "small")
-        for launch in driver.launches:
-            kernel = launch.name.removesuffix("_kernel")
-            row = {"target": target, "kernel": kernel, "input": name, "dtype": dtype}
-            yield row | figures(target, kernel, x.element_size(), launch)
+        x = torch.empty(size, dtype=getattr(torch, dtype), memory_format=memory_format)
+        launch_all(x, affine=name != "small")
+        where = {"target": target, "input": name, "dtype": dtype}
+        yield [where | figures(target, x.element_size(), launch) for launch in driver.launches]
 
 
-def figures(target: str, kernel: str, itemsize: int, launch: stand_in.Launch) -> dict[str, Any]:
-    """What the machine code says; for AMD, of which no disassembler ships, spills alone."""
+def figures(target: str, itemsize: int, launch: stand_in.Launch) -> dict[str, Any]:
+    """What the machine code of a launch says, and what follows for its GPUs."""
+    kernel = launch.name.removesuffix("_kernel")
     if not target.startswith("sm_"):
-        return {"spilled": machine_code.spilled_by_hsaco(launch.binary)}
+        return {"kernel": kernel} | asdict(machine_code.cost_of_hsaco(launch.binary))
     cost = machine_code.cost_of_cubin(launch.binary)
-    elements = cost.loop_load_bytes / itemsize / READS.get(kernel, 1)
-    if tile := launch.constants.get("TILE"):
-        elements *= tile.TILE_S / tile.BLOCK_S
-    return {
+    tile = launch.constants.get("TILE")
+    used = tile.TILE_S / tile.BLOCK_S if tile else 1
+    row = cost_figures(kernel, itemsize, cost, used)
+    for name, gpu in GPUS.get(target, {}).items():
+        fit = resident(gpu, cost.registers, launch.num_warps, launch.shared)
+        programs = min(fit, launch.grid[0] / gpu.sms)
+        row["programs_per_sm"] = round(programs, 1)
+        if "instructions_per_element" in row:
+            in_flight = programs * launch.num_warps * 32 * cost.in_flight_bytes * used
+            row["kib_in_flight_per_sm"] = round(in_flight / 1024, 1)
+            instructions = row["instructions_per_element"] * max(1, gpu.sms / launch.grid[0])
+            row[name] = round(share(gpu, kernel, itemsize, instructions, in_flight), 2)
+    return row
+
+
+def cost_figures(
+    kernel: str, itemsize: int, cost: machine_code.Cost, used: float = 1
+) -> dict[str, Any]:
+    """The figures of a kernel's code, of whose lanes a part is used."""
+    row = {
+        "kernel": kernel,
         "registers": cost.registers,
         "spilled": cost.spilled,
+        "code_bytes": cost.code_bytes,
         "loop_spills": cost.loop_spills,
+    }
+    if kernel not in READS or not cost.loop_load_bytes:
+        return row
+    instructions = cost.instructions_per_element(READS[kernel] * itemsize) / used
+    return row | {
         "load_bits": cost.load_bits,
         "store_bits": cost.store_bits,
-        "instructions_per_element": round(cost.loop_instructions / elements, 1) if elements else 0,
+        "instructions_per_element": round(instructions, 1),
+        "bytes_per_element": (READS[kernel] + WRITES[kernel]) * itemsize,
     }
 
 
-def main() -> None:
-    """Prints a line for each compiled kernel."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--targets", nargs="+", choices=stand_in.TARGETS, default=["sm_90"])
-    parser.add_argument("--inputs", nargs="+", choices=INPUTS, default=list(INPUTS))
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--json", action="store_true", help="print one JSON object a line")
-    arguments = parser.parse_args()
-    for target in arguments.targets:
-        for row in costs(target, arguments.inputs, arguments.dtypes):
-            print(json.dumps(row) if arguments.json else line(row))
+def resident(gpu: GPU, registers: int, num_warps: int, shared: int) -> int:
+    """Programs that fit on one multiprocessor."""
+    of_warp = -(-registers * 32 // _REGISTER_UNIT) * _REGISTER_UNIT
+    by_registers = _REGISTERS // _PARTS // of_warp * _PARTS // num_warps
+    by_threads = _THREADS // (32 * num_warps)
+    return min(_PROGRAMS, by_registers, by_threads, gpu.shared // (shared + _SHARED_EACH))
+
+
+def share(gpu: GPU, kernel: str, itemsize: int, instructions: float, in_flight: float) -> float:
+    """Share of the memory bandwidth within reach: what binds, per element, is the longest time."""
+    of_memory = (READS[kernel] + WRITES[kernel]) * itemsize / gpu.bandwidth
+    of_issue = instructions / (gpu.sms * _LANES * gpu.clock)
+    # Little's law: bytes in flight are the rate of arrival times the latency.
+    of_loads = READS[kernel] * itemsize * _LATENCY / (gpu.sms * in_flight)
+    return of_memory / max(of_memory, of_issue, of_loads)
+
+
+def peer_costs(target: str, dtypes: list[str]) -> list[dict[str, Any]]:
+    """Rows of the kernels that torch ships for a target."""
+    return [
+        {"target": target, "input": f"torch, {layout}", "dtype": dtype}
+        | cost_figures(kernel, getattr(torch, dtype).itemsize, cost)
+        for (kernel, layout, dtype), cost in peer.costs(peer.library(), target).items()
+        if dtype in dtypes
+    ]
+
+
+# For people: a column's title, alignment and width, and number format. Only the first few are known
+# for AMD, and the last two only for a target in GPUS.
+COLUMNS = {
+    "input": ("input", "<30", ""),
+    "dtype": ("dtype", "<8", ""),
+    "kernel": ("kernel", "<15", ""),
+    "registers": ("regs", ">4", ""),
+    "spilled": ("spill", ">5", ""),
+    "code_bytes": ("code", ">6", ""),
+    "load_bits": ("load", ">4", ""),
+    "store_bits": ("store", ">5", ""),
+    "instructions_per_element": ("ins/el", ">6", ".1f"),
+    "bytes_per_element": ("B/el", ">4", ""),
+    "programs_per_sm": ("prog", ">4", ".1f"),
+    "kib_in_flight_per_sm": ("KiB/SM", ">6", ".1f"),
+}
+
+
+def columns(target: str) -> dict[str, tuple[str, str, str]]:
+    """The columns that a target has."""
+    known = len(COLUMNS) if target in GPUS else -2 if target.startswith("sm_") else 6
+    shares = {gpu: (gpu, ">5", ".2f") for gpu in GPUS.get(target, {})}
+    return dict(list(COLUMNS.items())[:known]) | shares
+
+
+def header(target: str) -> str:
+    """What stands above a target's rows."""
+    titles = " ".join(format(title, width) for title, width, _ in columns(target).values())
+    return f"{target}\n{titles}"
 
 
 def line(row: dict[str, Any]) -> str:
     """A row for people to read."""
-    widths = {"target": 7, "kernel": 16, "input": 28, "dtype": 9}
-    where = "".join(f"{row[key]:<{width}}" for key, width in widths.items())
-    return where + ", ".join(f"{key} {row[key]}" for key in row if key not in widths)
+    return " ".join(
+        format(format(row[key], number) if key in row else "-", width)
+        for key, (_, width, number) in columns(row["target"]).items()
+    )
+
+
+def main() -> None:
+    """Prints a line for each compiled kernel."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--targets", nargs="+", choices=stand_in.TARGETS, default=["sm_90"])
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--inputs", nargs="+", choices=INPUTS, default=list(INPUTS))
+    which.add_argument("--suite", action="store_true", help="the inputs of bench/shapes.py")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--peer", action="store_true", help="torch's own kernels beside ours")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line")
+    arguments = parser.parse_args()
+    if arguments.peer and not peer.library():
+        parser.exit(2, f"--peer reads a CUDA build of torch, and this is {torch.__version__}.\n")
+    show = json.dumps if arguments.json else line
+    inputs = suite() if arguments.suite else {name: INPUTS[name] for name in arguments.inputs}
+    total = len(arguments.targets) * len(inputs) * len(arguments.dtypes)
+    with tqdm(total=total, leave=False, disable=None) as bar:
+        for target in arguments.targets:
+            if not arguments.json:
+                bar.write(header(target))
+            for rows in costs(target, inputs, arguments.dtypes):
+                for row in rows:
+                    bar.write(show(row))
+                bar.update()
+            if arguments.peer and target.startswith("sm_"):
+                for row in peer_costs(target, arguments.dtypes):
+                    bar.write(show(row))
 
 
 if __name__ == "__main__":

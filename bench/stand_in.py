@@ -29,6 +29,7 @@ class Launch(NamedTuple):
     constants: dict[str, Any]
     grid: tuple[int, int, int]
     num_warps: int
+    shared: int
     arguments: tuple[Any, ...]
 
 
@@ -73,9 +74,8 @@ class StandInDriver:
 
         def record(x: int, y: int, z: int, stream: int, function: bytes, *rest: Any) -> None:
             # After the packed metadata, the launch's metadata and two hooks.
-            grid, warps, arguments = (x, y, z), metadata.num_warps, rest[4:]
-            launch = Launch(metadata.name, function, constants, grid, warps, arguments)
-            self.launches.append(launch)
+            sizes = (x, y, z), metadata.num_warps, metadata.shared
+            self.launches.append(Launch(metadata.name, function, constants, *sizes, rest[4:]))
 
         return record
 

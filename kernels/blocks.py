@@ -1,25 +1,28 @@
 """Block sizes of a launch: which tile, how many programs, how many warps.
 
-`choose_blocks` is the one place that decides. It is an analytic heuristic: tiles whose rows are
-whole cache lines where the shape allows it, with as little padding as possible, and enough programs
-for every multiprocessor whatever C is.
+`choose_blocks` is the one place that decides. It takes blocks that were tuned for the shape, or one
+near it, from a table (see `tables`), and else an analytic heuristic's: tiles whose rows are whole
+cache lines where the shape allows it, with as little padding as possible, and enough programs for
+every multiprocessor whatever C is.
 """
 
 import math
+import os
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import triton
 
+from .entries import MAX_SPLIT, REDUCTIONS, key_of
 from .layout import View
+from .tables import device_name, lookup
 from .tile import Tile
 
 # Elements and warps of a tile: 16 elements a thread keep two accumulators and two to four
 # independent 16-byte loads per input within 128 registers.
 _TILE = 2048
 _WARPS = 4
-_REDUCTIONS = ("channel_stats", "backward_reduce")
 # A row of a tile is at most one 128-byte cache line of channels, and at least half a line.
 _LINE = 128
 # Bytes of the widest load.
@@ -28,10 +31,9 @@ _VECTOR = 16
 # more than the 20 KiB that hide the latency of device memory.
 _PROGRAMS_PER_SM = 8
 # A split reduction pays for its merge once each program has this many tiles.
-_TILES_PER_SPLIT = 4
+_TILES_PER_SPLIT = 2
 # An elementwise program spreads its per-channel prologue over at most this many tiles.
 _TILES_PER_PROGRAM = 8
-_MAX_SPLIT = 1024
 
 
 class Blocks(NamedTuple):
@@ -50,11 +52,11 @@ class Blocks(NamedTuple):
     def cut(self, v: View) -> "Cut":
         """How these blocks cut a view into tiles and programs."""
         row, tile_s, inner = v.S, self.BLOCK_S, 0
-        ends = [row]
+        ends, steps = [row], [t.s * tile_s for t in v.strides]
         block_c, block_s = self.BLOCK_C, self.BLOCK_S
         if self.flat:
             tile_s = self.BLOCK_C * self.BLOCK_S
-            ends = [v.C * v.S, *(t.n for t in v.strides)]
+            ends, steps = [v.C * v.S], [tile_s]
             block_c, block_s = 1, triton.next_power_of_2(tile_s)
             if v.channels_fastest:
                 row, inner = v.S * v.C, 1
@@ -72,6 +74,9 @@ class Blocks(NamedTuple):
             CHANNELS=self.BLOCK_C,
             INNER=inner,
             TILE_S=tile_s,
+            START=math.gcd(16, *steps, *(t.n for t in v.strides)),
+            ALIGN_C=math.gcd(16, *(t.c for t in v.strides)),
+            ALIGN_S=math.gcd(16, *(t.s for t in v.strides)),
             VECTOR=math.gcd(16, tile_s, *ends),
             EVEN_C=v.C % self.BLOCK_C == 0,
             EVEN_S=row % tile_s == 0,
@@ -96,8 +101,24 @@ class Cut(NamedTuple):
 
 
 def choose_blocks(kernel: str, v: View, dtype: torch.dtype, device: torch.device) -> Blocks:
-    """Block sizes for a kernel, by name, over a view of tensors of this dtype on this device."""
-    sms = _multiprocessors(device)
+    """Block sizes for a kernel, by name, over a view of tensors of this dtype on this device.
+
+    With ``SYNCBN_TRITON_AUTOTUNE=1``, a shape that no table has is tuned first.
+    """
+    name = device_name(device)
+    if name and v.N * v.C * v.S > 0:
+        if os.environ.get("SYNCBN_TRITON_AUTOTUNE") == "1":
+            from .tuning import tune_unseen  # launches kernels, which choose blocks here
+
+            tune_unseen(kernel, v, dtype, device)
+        if entry := lookup(name, key_of(kernel, v, dtype)):
+            return Blocks(*entry.blocks)
+    return heuristic(kernel, v, dtype, device)
+
+
+def heuristic(kernel: str, v: View, dtype: torch.dtype, device: torch.device) -> Blocks:
+    """What an analysis chooses, without a measurement."""
+    sms = multiprocessors(device)
     layout = (v.channels_fastest, v.dense)
     return _heuristic(kernel, layout, dtype.itemsize, v.N, v.C, v.S, sms)
 
@@ -112,10 +133,10 @@ def _heuristic(
     fastest = C if channels_fastest else S
     flat = None
     if dense and fastest % (line // 2):
-        flat = _flat_tile(channels_fastest, C, S, tile, _VECTOR // itemsize)
-    if not flat and fastest * itemsize % _VECTOR:
-        # Rows start anywhere: each element is a load of its own, with a pointer of its own.
-        tile //= 4
+        flat = flat_tile(channels_fastest, C, S, tile, _VECTOR // itemsize)
+    if not flat:
+        # Where rows start anywhere, each element is a load of its own, with a pointer of its own.
+        tile //= {1: 4, 2: 2}.get(math.gcd(fastest, _VECTOR // itemsize), 1)
     if flat:
         block_c, block_s = flat
     elif channels_fastest:
@@ -131,17 +152,17 @@ def _heuristic(
     groups = triton.cdiv(C, block_c)
     tiles = N * triton.cdiv(S, block_s)
     filling = triton.cdiv(_PROGRAMS_PER_SM * sms, groups)
-    if kernel in _REDUCTIONS:
-        split = min(filling, tiles // _TILES_PER_SPLIT, _MAX_SPLIT)
+    if kernel in REDUCTIONS:
+        split = min(filling, tiles // _TILES_PER_SPLIT, MAX_SPLIT)
     else:
         split = min(tiles, max(filling, triton.cdiv(tiles, _TILES_PER_PROGRAM)))
     return Blocks(block_c, block_s, max(1, split), num_warps, flat is not None)
 
 
-def _flat_tile(
+def flat_tile(
     channels_fastest: bool, C: int, S: int, tile: int, vector: int
 ) -> tuple[int, int] | None:
-    """The flat tile with the fewest idle lanes among multiples of a vector load, if any."""
+    """The largest flat tile of multiples of a vector load that idles few lanes, if any."""
     whole, count = (C, S) if channels_fastest else (S, C)
     step = vector // math.gcd(whole, vector)
 
@@ -152,7 +173,8 @@ def _flat_tile(
     choices = [n for n in range(most, 0, -step) if 8 * n * whole >= tile or n == most]
     if not choices:
         return None
-    n = min(choices, key=lanes)
+    fewest = min(map(lanes, choices))
+    n = next(n for n in choices if lanes(n) <= 1.03 * fewest)
     return (C, n) if channels_fastest else (n, S)
 
 
@@ -170,7 +192,7 @@ def _least_padding(size: int, smallest: int, largest: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     """Multiprocessors of the GPU; 1 under the interpreter, which runs one program at a time."""
     if triton.knobs.runtime.interpret:
         return 1

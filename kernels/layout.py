@@ -41,7 +41,7 @@ class View(NamedTuple):
         """Whether every tensor's channels and positions are one run of memory."""
         if self.channels_fastest:
             return self.N == 1 and all(t.c == 1 and t.s == self.C for t in self.strides)
-        return all(t.s == 1 and t.c == self.S for t in self.strides)
+        return all(t.s == 1 and (t.c == self.S or self.C == 1) for t in self.strides)
 
 
 def _merged_stride(sizes: Sequence[int], strides: Sequence[int]) -> int | None:

@@ -23,8 +23,10 @@ import triton.language as tl
 class Tile:
     """What a kernel is compiled for. INNER is 0 in a grid tile, where TILE_S is BLOCK_S.
 
-    EVEN_C and EVEN_S tell that channels and rows are whole numbers of tiles, and VECTOR divides all
-    places where a row or a flat tile starts or ends.
+    EVEN_C and EVEN_S tell that channels and rows are whole numbers of tiles. What divides offsets
+    is what loads can be as wide as, and Triton itself knows of multiples of 16 alone: START divides
+    the starts of all tiles, ALIGN_C and ALIGN_S what is between channels and between positions, and
+    VECTOR the ends of rows and flat tiles.
     """
 
     BLOCK_C: int
@@ -32,6 +34,9 @@ class Tile:
     CHANNELS: int
     INNER: int
     TILE_S: int
+    START: int
+    ALIGN_C: int
+    ALIGN_S: int
     VECTOR: int
     EVEN_C: bool
     EVEN_S: bool
@@ -84,8 +89,12 @@ def tile_pointers(ptr, group, stride_c, stride_s, TILE: tl.constexpr):
     if TILE.INNER:
         return ptr + (tl.cast(group, tl.int64) * TILE.TILE_S + offs_s)[None, :]
     else:
+        ALIGN_C: tl.constexpr = TILE.ALIGN_C
+        ALIGN_S: tl.constexpr = TILE.ALIGN_S
         offs_c = (group * TILE.BLOCK_C + tl.arange(0, TILE.BLOCK_C)).to(tl.int64)
-        return ptr + (offs_c[:, None] * stride_c + offs_s[None, :] * stride_s)
+        rows = tl.multiple_of(offs_c * stride_c, ALIGN_C)
+        columns = tl.multiple_of(offs_s * stride_s, ALIGN_S)
+        return ptr + (rows[:, None] + columns[None, :])
 
 
 @triton.jit
@@ -93,12 +102,11 @@ def tile_start(t, tiles_per_row, stride_n, stride_s, TILE: tl.constexpr):
     """Offset in elements of tile t."""
     n = tl.cast(t // tiles_per_row, tl.int64)
     s = tl.cast(t % tiles_per_row, tl.int64) * TILE.TILE_S
+    START: tl.constexpr = TILE.START
     if TILE.INNER:
-        # stride_n is specialised on multiples of 16 alone, which would hide a smaller VECTOR.
-        VECTOR: tl.constexpr = TILE.VECTOR
-        return tl.multiple_of(n * stride_n + s, VECTOR)
+        return tl.multiple_of(n * stride_n + s, START)
     else:
-        return n * stride_n + s * stride_s
+        return tl.multiple_of(n * stride_n + s * stride_s, START)
 
 
 @triton.jit

@@ -120,7 +120,7 @@ def test_chosen_blocks_cover_any_shape(
     s, c = (C, 1) if channels_fastest else (1, S)
     v = View(N, C, S, (Strides(C * S, c, s if dense else s + 1),), (False,))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel_blocks, "_multiprocessors", lambda device: multiprocessors)
+        patch.setattr(kernel_blocks, "multiprocessors", lambda device: multiprocessors)
         blocks = choose_blocks(kernel, v, dtype, torch.device("cpu"))
     cut = blocks.cut(v)
     _, row, tiles, tiles_per_row, tiles_per_program, full_tiles = cut.sizes
