@@ -22,6 +22,7 @@ partials have no loop over elements, and a "-" for its figures.
 
     python bench/kernel_cost.py --targets sm_90 gfx942 --dtypes bfloat16
     python bench/kernel_cost.py --suite --dtypes bfloat16 --json
+    python bench/kernel_cost.py --dtypes bfloat16 --activations relu silu --residual
 """
 
 import argparse
@@ -41,6 +42,7 @@ import peer
 import shapes
 import stand_in
 import torch
+from syncbn_triton.kernels.epilogue import ACTIVATIONS, PIECEWISE_LINEAR, Epilogue
 from syncbn_triton.kernels.launchers import (
     backward_input,
     backward_reduce,
@@ -75,6 +77,34 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 # Full-size tensors that a kernel reads and writes, as tests/test_traffic.py counts them.
 READS = {"channel_stats": 1, "normalize": 1, "backward_reduce": 2, "backward_input": 2}
 WRITES = {"channel_stats": 0, "normalize": 1, "backward_reduce": 0, "backward_input": 1}
+
+
+class Fused(NamedTuple):
+    """What follows in the same pass: an activation, and a residual that needs a gradient."""
+
+    activation: str | None = None
+    residual: bool = False
+
+    @property
+    def name(self) -> str:
+        """What stands behind an input's name."""
+        return "".join(
+            f", {part}" for part in (self.activation, self.residual and "residual") if part
+        )
+
+    def bytes_moved(self, kernel: str, itemsize: int) -> tuple[int, int]:
+        """Bytes per element of x that a kernel reads, and writes."""
+        reads, writes = READS[kernel] * itemsize, WRITES[kernel] * itemsize
+        if self.residual:
+            mask = self.activation in PIECEWISE_LINEAR
+            if kernel == "normalize":
+                reads, writes = reads + itemsize, writes + mask
+            elif kernel == "backward_reduce" and self.activation is not None:
+                reads, writes = reads + (1 if mask else itemsize), writes + itemsize
+        return reads, writes
+
+
+PLAIN = Fused()
 
 
 class GPU(NamedTuple):
@@ -116,30 +146,46 @@ def suite() -> Inputs:
     }
 
 
-def launch_all(x: torch.Tensor, affine: bool) -> None:
+def launch_all(x: torch.Tensor, affine: bool, activation: str | None, residual: bool) -> None:
     """Launches the forward and the backward kernels on x, as the layer does."""
     C = x.shape[1]
     weight, bias = (x.new_empty(C), x.new_empty(C)) if affine else (None, None)
     running = (x.new_empty(C), x.new_empty(C), torch.tensor(0)) if affine else (None,) * 3
     dtypes = (x.dtype, x.dtype) if affine else (None, None)
+    epilogue, dz = Epilogue(activation, residual=x if residual else None), None
+    if residual and activation in PIECEWISE_LINEAR:
+        epilogue = epilogue._replace(mask=torch.empty_like(x, dtype=torch.uint8))
     moments = channel_stats(x)
-    _, stats = normalize(x, moments, weight, bias, *running, 0.1, 1e-5)
-    sums, _, _ = backward_reduce(x, x, stats, *dtypes)
-    backward_input(x, x, stats, weight, sums)
+    _, stats = normalize(x, moments, weight, bias, *running, 0.1, 1e-5, epilogue=epilogue)
+    if residual and activation is not None:
+        dz = torch.empty_like(x)
+    backward = {"bias": bias, "epilogue": epilogue}
+    sums, _, _ = backward_reduce(x, x, stats, *dtypes, weight=weight, **backward, dz=dz)
+    if dz is None:
+        backward_input(x, x, stats, weight, sums, **backward)
+    else:
+        backward_input(x, dz, stats, weight, sums)
 
 
-def costs(target: str, inputs: Inputs, dtypes: list[str]) -> Iterator[list[dict[str, Any]]]:
-    """For each input and dtype, a row for each kernel that it launches."""
+def costs(
+    target: str, inputs: Inputs, dtypes: list[str], epilogues: list[Fused]
+) -> Iterator[list[dict[str, Any]]]:
+    """For each input, dtype and epilogue, a row for each kernel that is launched."""
     driver = stand_in.install(target)
-    for (name, (size, memory_format)), dtype in itertools.product(inputs.items(), dtypes):
+    for (name, (size, memory_format)), dtype, fused in itertools.product(
+        inputs.items(), dtypes, epilogues
+    ):
         driver.launches.clear()
         x = torch.empty(size, dtype=getattr(torch, dtype), memory_format=memory_format)
-        launch_all(x, affine=name != "small")
-        where = {"target": target, "input": name, "dtype": dtype}
-        yield [where | figures(target, x.element_size(), launch) for launch in driver.launches]
+        launch_all(x, name != "small", *fused)
+        where = {"target": target, "input": name + fused.name, "dtype": dtype}
+        itemsize = x.element_size()
+        yield [where | figures(target, itemsize, launch, fused) for launch in driver.launches]
 
 
-def figures(target: str, itemsize: int, launch: stand_in.Launch) -> dict[str, Any]:
+def figures(
+    target: str, itemsize: int, launch: stand_in.Launch, fused: Fused = PLAIN
+) -> dict[str, Any]:
     """What the machine code of a launch says, and what follows for its GPUs."""
     kernel = launch.name.removesuffix("_kernel")
     if not target.startswith("sm_"):
@@ -147,7 +193,7 @@ def figures(target: str, itemsize: int, launch: stand_in.Launch) -> dict[str, An
     cost = machine_code.cost_of_cubin(launch.binary)
     tile = launch.constants.get("TILE")
     used = tile.TILE_S / tile.BLOCK_S if tile else 1
-    row = cost_figures(kernel, itemsize, cost, used)
+    row = cost_figures(kernel, itemsize, cost, used, fused)
     for name, gpu in GPUS.get(target, {}).items():
         fit = resident(gpu, cost.registers, launch.num_warps, launch.shared)
         programs = min(fit, launch.grid[0] / gpu.sms)
@@ -156,12 +202,13 @@ def figures(target: str, itemsize: int, launch: stand_in.Launch) -> dict[str, An
             in_flight = programs * launch.num_warps * 32 * cost.in_flight_bytes * used
             row["kib_in_flight_per_sm"] = round(in_flight / 1024, 1)
             instructions = row["instructions_per_element"] * max(1, gpu.sms / launch.grid[0])
-            row[name] = round(share(gpu, kernel, itemsize, instructions, in_flight), 2)
+            moved = fused.bytes_moved(kernel, itemsize)
+            row[name] = round(share(gpu, *moved, instructions, in_flight), 2)
     return row
 
 
 def cost_figures(
-    kernel: str, itemsize: int, cost: machine_code.Cost, used: float = 1
+    kernel: str, itemsize: int, cost: machine_code.Cost, used: float = 1, fused: Fused = PLAIN
 ) -> dict[str, Any]:
     """The figures of a kernel's code, of whose lanes a part is used."""
     row = {
@@ -173,12 +220,13 @@ def cost_figures(
     }
     if kernel not in READS or not cost.loop_load_bytes:
         return row
-    instructions = cost.instructions_per_element(READS[kernel] * itemsize) / used
+    reads, writes = fused.bytes_moved(kernel, itemsize)
+    instructions = cost.instructions_per_element(reads) / used
     return row | {
         "load_bits": cost.load_bits,
         "store_bits": cost.store_bits,
         "instructions_per_element": round(instructions, 1),
-        "bytes_per_element": (READS[kernel] + WRITES[kernel]) * itemsize,
+        "bytes_per_element": reads + writes,
     }
 
 
@@ -190,12 +238,12 @@ def resident(gpu: GPU, registers: int, num_warps: int, shared: int) -> int:
     return min(_PROGRAMS, by_registers, by_threads, gpu.shared // (shared + _SHARED_EACH))
 
 
-def share(gpu: GPU, kernel: str, itemsize: int, instructions: float, in_flight: float) -> float:
+def share(gpu: GPU, reads: int, writes: int, instructions: float, in_flight: float) -> float:
     """Share of the memory bandwidth within reach: what binds, per element, is the longest time."""
-    of_memory = (READS[kernel] + WRITES[kernel]) * itemsize / gpu.bandwidth
+    of_memory = (reads + writes) / gpu.bandwidth
     of_issue = instructions / (gpu.sms * _LANES * gpu.clock)
     # Little's law: bytes in flight are the rate of arrival times the latency.
-    of_loads = READS[kernel] * itemsize * _LATENCY / (gpu.sms * in_flight)
+    of_loads = reads * _LATENCY / (gpu.sms * in_flight)
     return of_memory / max(of_memory, of_issue, of_loads)
 
 
@@ -212,7 +260,7 @@ def peer_costs(target: str, dtypes: list[str]) -> list[dict[str, Any]]:
 # For people: a column's title, alignment and width, and number format. Only the first few are known
 # for AMD, and the last two only for a target in GPUS.
 COLUMNS = {
-    "input": ("input", "<30", ""),
+    "input": ("input", "<38", ""),
     "dtype": ("dtype", "<8", ""),
     "kernel": ("kernel", "<15", ""),
     "registers": ("regs", ">4", ""),
@@ -258,6 +306,10 @@ def main() -> None:
     which.add_argument("--inputs", nargs="+", choices=INPUTS, default=list(INPUTS))
     which.add_argument("--suite", action="store_true", help="the inputs of bench/shapes.py")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument(
+        "--activations", nargs="+", choices=ACTIVATIONS, default=[None], help="fused with each"
+    )
+    parser.add_argument("--residual", action="store_true", help="fused, needing a gradient")
     parser.add_argument("--peer", action="store_true", help="torch's own kernels beside ours")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
     arguments = parser.parse_args()
@@ -265,12 +317,13 @@ def main() -> None:
         parser.exit(2, f"--peer reads a CUDA build of torch, and this is {torch.__version__}.\n")
     show = json.dumps if arguments.json else line
     inputs = suite() if arguments.suite else {name: INPUTS[name] for name in arguments.inputs}
-    total = len(arguments.targets) * len(inputs) * len(arguments.dtypes)
+    epilogues = [Fused(activation, arguments.residual) for activation in arguments.activations]
+    total = len(arguments.targets) * len(inputs) * len(arguments.dtypes) * len(epilogues)
     with tqdm(total=total, leave=False, disable=None) as bar:
         for target in arguments.targets:
             if not arguments.json:
                 bar.write(header(target))
-            for rows in costs(target, inputs, arguments.dtypes):
+            for rows in costs(target, inputs, arguments.dtypes, epilogues):
                 for row in rows:
                     bar.write(show(row))
                 bar.update()

@@ -4,18 +4,24 @@ With the mean in two floats, ``hi`` and ``lo`` (see `packing`)::
 
     y = (x - hi) * a + b        a = weight * invstd        b = bias - lo * a
 
+and what follows in the same pass (see `epilogue`).
+
 Every program finishes the moments of its own channels. The first also saves the statistics that
 backward needs and updates the running ones, for all channels, so that the counter has one reader
 and one writer. Tiles are walked from the last to the first: what `channel_stats` read last is what
 the cache still holds.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .activation import activate
 from .blocks import Blocks, choose_blocks
+from .epilogue import NONE, Epilogue
 from .layout import view
 from .packing import (
     load_affine,
@@ -91,6 +97,8 @@ def save_and_track(
 def normalize_kernel(
     x_ptr,
     y_ptr,
+    residual_ptr,
+    mask_ptr,
     packed_ptr,
     weight_ptr,
     bias_ptr,
@@ -110,8 +118,15 @@ def normalize_kernel(
     stride_yn,
     stride_yc,
     stride_ys,
+    stride_rn,
+    stride_rc,
+    stride_rs,
     momentum: tl.float64,
     eps: tl.float64,
+    negative_slope: tl.float64,
+    ACTIVATION: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_MASK: tl.constexpr,
     ACC: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -142,6 +157,10 @@ def normalize_kernel(
     offs_c, mask_c = channels_of_group(group, C, TILE)
     x_ptrs = tile_pointers(x_ptr, group, stride_xc, stride_xs, TILE)
     y_ptrs = tile_pointers(y_ptr, group, stride_yc, stride_ys, TILE)
+    if HAS_RESIDUAL:
+        residual_ptrs = tile_pointers(residual_ptr, group, stride_rc, stride_rs, TILE)
+    if HAS_MASK:
+        mask_ptrs = tile_pointers(mask_ptr, group, stride_yc, stride_ys, TILE)
 
     mean, var, _ = load_moments(packed_ptr, offs_c, mask_c, C)
     hi, lo, invstd = standardize(mean, var, eps, ACC)
@@ -157,7 +176,16 @@ def normalize_kernel(
             y_start = tile_start(t, tiles_per_row, stride_yn, stride_ys, TILE)
             mask = tile_mask(t, group, C, S, tiles_per_row, RAGGED, TILE)
             x = tl.load(x_ptrs + x_start, mask=mask, other=0.0, eviction_policy="evict_first")
-            y = (x.to(ACC) - hi) * a + b
+            z = (x.to(ACC) - hi) * a + b
+            if HAS_RESIDUAL:
+                start = tile_start(t, tiles_per_row, stride_rn, stride_rs, TILE)
+                residual = tl.load(
+                    residual_ptrs + start, mask=mask, other=0.0, eviction_policy="evict_first"
+                )
+                z += residual.to(ACC)
+            if HAS_MASK:
+                tl.store(mask_ptrs + y_start, tl.where(z <= 0.0, 0, 1).to(tl.uint8), mask=mask)
+            y = activate(z, negative_slope, ACTIVATION)
             tl.store(y_ptrs + y_start, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -166,12 +194,13 @@ def _plan(
     shape: torch.Size,
     x_strides: tuple[int, ...],
     y_strides: tuple[int, ...],
+    residual_strides: tuple[int, ...],
     dtype: torch.dtype,
     device: torch.device,
     blocks: Blocks | None,
-    **constants: bool,
+    **constants: Any,
 ) -> Plan:
-    v = view(shape, x_strides, y_strides)
+    v = view(shape, x_strides, y_strides, residual_strides)
     cut = (blocks or choose_blocks("normalize", v, dtype, device)).cut(v)
     block = min(_BLOCK_TRACK, triton.next_power_of_2(v.C))
     return Plan.over(normalize_kernel, v, cut, dtype, device, BLOCK_TRACK=block, **constants)
@@ -188,6 +217,7 @@ def normalize(
     momentum: float | None,
     eps: float,
     blocks: Blocks | None = None,
+    epilogue: Epilogue = NONE,
 ) -> tuple[Tensor, Tensor]:
     """Normalizes x by packed moments, and updates the running statistics in place.
 
@@ -202,18 +232,24 @@ def normalize(
         momentum: ``f`` above, or None for ``1 / num_batches_tracked``.
         eps: Added to the variance.
         blocks: Block sizes; chosen for the shape if absent.
+        epilogue: What follows; its mask is written.
 
     Returns:
         y, of x's shape, dtype and memory format; and the statistics, ``(3C + 1,)``, for backward.
     """
     y, stats = empty_like_input(x), empty_statistics(x)
+    residual, mask = epilogue.residual, epilogue.mask
     plan = _plan(
         x.shape,
         x.stride(),
         y.stride(),
+        (x if residual is None else residual).stride(),
         x.dtype,
         x.device,
         blocks,
+        ACTIVATION=epilogue.activation,
+        HAS_RESIDUAL=residual is not None,
+        HAS_MASK=mask is not None,
         HAS_WEIGHT=weight is not None,
         HAS_BIAS=bias is not None,
         HAS_RUNNING=running_mean is not None,
@@ -221,6 +257,6 @@ def normalize(
         CUMULATIVE=momentum is None,
     )
     tracked = (running_mean, running_var, num_batches_tracked)
-    scalars = (momentum or 0.0, eps)
-    plan.launch(x, y, packed, weight, bias, stats, *tracked, scalars=scalars)
+    scalars = (momentum or 0.0, eps, epilogue.negative_slope)
+    plan.launch(x, y, residual, mask, packed, weight, bias, stats, *tracked, scalars=scalars)
     return y, stats

@@ -27,9 +27,9 @@ def accumulator_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def empty_like_input(x: Tensor) -> Tensor:
-    """Result y or dx: shape, dtype and format of x."""
-    return torch.empty_like(x, memory_format=memory_format(x))
+def empty_like_input(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Result y or dx: shape, format and, unless another is given, dtype of x."""
+    return torch.empty_like(x, dtype=dtype, memory_format=memory_format(x))
 
 
 def empty_moments(x: Tensor) -> Tensor:

@@ -1,45 +1,74 @@
 """The four operations for CPU tensors, from torch's own building blocks.
 
-Same arguments, results and numerics as the Triton launchers. Affine maps per channel go through the
-inference form of ``native_batch_norm``: broadcast arithmetic over short rows is 15 times slower.
-Sums are ``torch.sum``, which adds in a cascade; torch's batch-norm kernels add channels-last input
-in one fp32 loop, at an error of the mean of 1e-5 standard deviations over 65536 rows.
+Same arguments, results and numerics as the Triton launchers. Sums and affine maps per channel go
+through the parts of ``native_batch_norm``: broadcast arithmetic over short rows is 15 times slower.
 
-Work goes through blocks of the batch that fit the cache, which bounds the temporaries.
+Those add channels-last input up in one fp32 loop, whose error grows with the number of rows, so
+that ``k`` rows are taken for one of ``k * C`` channels, and the ``k`` sums of each channel added in
+fp64. And they know means in fp32 alone: where a mean dwarfs the deviation, they are given
+``x - mean``, which is exact.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import repeat
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .activation import activate, backpropagate
+from .kernels.epilogue import NONE, Epilogue
 from .kernels.results import (
     accumulator_dtype,
     empty_gradients,
     empty_like_input,
     empty_moments,
+    empty_statistics,
     memory_format,
 )
 
-# Elements of a block: 2 MiB of fp32.
+# Elements of a block, 2 MiB of fp32: what temporaries take.
 _BLOCK = 1 << 19
-# |mean| / std up to which x * a - mean * a costs at most 4 * 2^-24 of a standard deviation.
-_WELL_CENTERED = 4.0
+# The channels that rows are folded into, and the least rows that are then left.
+_FOLDED_CHANNELS = 1 << 11
+_FOLDED_ROWS = 16
+# |mean| / std up to which a map x * a - mean * a, and a sum of x, cost at most 8 * 2^-24 of a
+# standard deviation.
+_WELL_CENTERED = 8.0
 
 
 def channel_stats(x: Tensor) -> Tensor:
     packed = empty_moments(x)
     if x.numel() == 0:
         return packed.zero_()
-    blocks = [_moments(block) for (block,) in _blocks(x)]
+    C = x.shape[1]
+    count = x.numel() // C
+    mean, var = _moments(x, None)
+    if not bool((mean.square() <= var * _WELL_CENTERED**2).all()):
+        pilot = mean.to(accumulator_dtype(x))
+        mean, var = _moments(x, pilot)
+        mean += pilot
+    packed[:C] = mean
+    torch.addcmul(var, mean, mean, out=packed[C : 2 * C])
+    packed[2 * C] = 1.0
+    return packed.mul_(count)
+
+
+def _moments(x: Tensor, pilot: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of ``x - pilot`` per channel, in fp64."""
+    acc, C = accumulator_dtype(x), x.shape[1]
+    counts: list[int] = []
+    moments = []
+    for (block,) in _blocks(x, in_place=pilot is None and x.dtype == acc):
+        d = block.to(acc) if pilot is None else _minus(block, pilot)
+        moment = torch.stack(torch.batch_norm_update_stats(d, None, None, 0.0)).view(2, -1, C)
+        counts += [block.numel() // moment[0].numel()] * moment.shape[1]
+        moments.append(moment)
+    means, variances = torch.cat(moments, 1).double()
     # Chan et al. 1983, section 3: merged around the common mean, nothing cancels.
-    counts = torch.tensor([count for count, _, _ in blocks], dtype=torch.float64, device=x.device)
-    n = counts.unsqueeze(1)
-    means = torch.stack([mean for _, mean, _ in blocks])
-    count = counts.sum()
-    mean = (n * means).sum(0) / count
-    m2 = (torch.stack([m2 for _, _, m2 in blocks]) + n * (means - mean).square()).sum(0)
-    return torch.cat([count * mean, m2 + count * mean.square(), count.unsqueeze(0)], out=packed)
+    share = torch.tensor(counts, dtype=torch.float64).div_(sum(counts))
+    mean = share @ means
+    return mean, share @ means.sub_(mean).square_().add_(variances)
 
 
 def normalize(
@@ -52,24 +81,35 @@ def normalize(
     num_batches_tracked: Tensor | None,
     momentum: float | None,
     eps: float,
+    epilogue: Epilogue = NONE,
 ) -> tuple[Tensor, Tensor]:
     C, acc = x.shape[1], accumulator_dtype(x)
-    count = packed[2 * C]
-    mean = packed[:C] / count.clamp(min=1)
-    var = (packed[C : 2 * C] / count.clamp(min=1) - mean.square()).clamp(min=0)
-    hi = mean.to(acc)
-    lo = (mean - hi).to(acc)
-    invstd = (var + eps).to(acc).rsqrt()
-    _track(running_mean, running_var, num_batches_tracked, momentum, mean, var, count)
+    count = packed[2 * C].item()
+    mean, var = (packed[: 2 * C] / max(count, 1.0)).view(2, C).unbind()
+    var.addcmul_(mean, mean, value=-1).clamp_(min=0)
+    hi, invstd = mean.to(acc), (var + eps).rsqrt_()
+    stats = empty_statistics(x)
+    torch.cat([hi, mean - hi, invstd, packed[2 * C :]], out=stats)
+    if count:
+        _track(running_mean, running_var, num_batches_tracked, momentum, mean, var, count)
 
     y = empty_like_input(x)
-    if x.numel():
-        a = invstd if weight is None else weight.to(acc) * invstd
-        b = -lo * a if bias is None else bias.to(acc) - lo * a
-        centered = _well_centered(hi, invstd)
-        for x_block, y_block in _blocks(x, y):
-            y_block.copy_(_affine_around(hi, x_block, a, b, centered))
-    return y, torch.cat([hi, lo, invstd, count.to(acc).unsqueeze(0)])
+    if x.numel() == 0:
+        return y, stats
+    a, b = _scale_and_shift(stats, weight, bias)
+    centered = _well_centered(stats)
+    activation, negative_slope, residual, mask = epilogue
+    if activation is None and residual is None and centered and _is_dense(x):
+        _affine_around_into(y, hi, x, a, b)
+        return y, stats
+    for x_block, y_block, residual_block, mask_block in _blocks(x, y, residual, mask):
+        z = _affine_around(hi, x_block.to(acc), a, b, centered)
+        if residual_block is not None:
+            z += residual_block
+        if mask_block is not None:
+            mask_block.copy_((z <= 0).logical_not_())
+        y_block.copy_(activate(z, activation, negative_slope))
+    return y, stats
 
 
 def backward_reduce(
@@ -78,57 +118,102 @@ def backward_reduce(
     stats: Tensor,
     weight_dtype: torch.dtype | None,
     bias_dtype: torch.dtype | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    epilogue: Epilogue = NONE,
+    dz: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     packed, grad_weight, grad_bias = empty_gradients(x, weight_dtype, bias_dtype)
-    hi, lo, invstd, _ = _unpack(stats)
-    sum_dy, sum_dy_xmu = packed.zero_().chunk(2)
+    hi, lo, invstd = _unpack(stats)
+    sums = packed.zero_().view(2, -1)
+    sum_dy, sum_dy_xmu = sums.unbind()
     if x.numel():
-        for x_block, dy_block in _blocks(x, dy):
-            dy_block = dy_block.to(hi.dtype)
-            sum_dy += _sum(dy_block)
-            sum_dy_xmu += _sum(_minus(x_block, hi).mul_(dy_block))
-    sum_dy_xmu -= lo * sum_dy
+        _, saved = epilogue.saved()
+        in_place = epilogue.activation is None and x.dtype == hi.dtype
+        for x_block, dy_block, saved_block, dz_block in _blocks(
+            x, dy, saved, dz, in_place=in_place
+        ):
+            x_block, dy_block = x_block.to(hi.dtype), dy_block.to(hi.dtype)
+            if epilogue.activation is not None:
+                d = _minus(x_block, hi)
+                dy_block = _gradient_of_z(dy_block, d, stats, weight, bias, epilogue, saved_block)
+                if dz_block is not None:
+                    dz_block.copy_(dy_block)
+            mean = _folded(hi, x_block)
+            one = torch.ones_like(mean)
+            _, of_dy_xmu, of_dy = torch.ops.aten.native_batch_norm_backward(
+                dy_block, x_block, one, None, None, mean, one, True, 0.0, (False, True, True)
+            )
+            sum_dy += of_dy.view(-1, hi.numel()).sum(0, dtype=torch.float64)
+            sum_dy_xmu += of_dy_xmu.view(-1, hi.numel()).sum(0, dtype=torch.float64)
+        sum_dy_xmu.addcmul_(lo, sum_dy, value=-1)
     if weight_dtype:
-        grad_weight.copy_(sum_dy_xmu * invstd)
+        torch.mul(sum_dy_xmu, invstd, out=grad_weight)
     if bias_dtype:
         grad_bias.copy_(sum_dy)
     return packed, grad_weight, grad_bias
 
 
 def backward_input(
-    x: Tensor, dy: Tensor, stats: Tensor, weight: Tensor | None, packed: Tensor
+    x: Tensor,
+    dy: Tensor,
+    stats: Tensor,
+    weight: Tensor | None,
+    packed: Tensor,
+    bias: Tensor | None = None,
+    epilogue: Epilogue = NONE,
 ) -> Tensor:
     dx = empty_like_input(x)
     if x.numel() == 0:
         return dx
-    hi, lo, invstd, count = _unpack(stats)
-    mean_dy, mean_dy_xmu = (packed / count).to(hi.dtype).chunk(2)
+    hi, lo, invstd = _unpack(stats)
+    mean_dy, mean_dy_xmu = (packed / stats[-1].item()).to(hi.dtype).view(2, -1).unbind()
     a = invstd if weight is None else weight.to(hi.dtype) * invstd
-    b = -a * invstd.square() * mean_dy_xmu
-    d = -a * mean_dy - lo * b
-    centered = _well_centered(hi, invstd)
-    for x_block, dy_block, dx_block in _blocks(x, dy, dx):
-        from_dy = _affine(dy_block.to(hi.dtype), a, d)
-        from_x = _affine_around(hi, x_block.to(hi.dtype), b, torch.zeros_like(b), centered)
+    b = (a * mean_dy_xmu).mul_(invstd).mul_(invstd).neg_()
+    d = (a * mean_dy).addcmul_(lo, b).neg_()
+    centered = _well_centered(stats)
+    _, saved = epilogue.saved()
+    if epilogue.activation is None and centered and x.dtype == hi.dtype and _is_dense(x):
+        _affine_around_into(dx, hi, x, b, d)
+        return dx.addcmul_(dy, a.view(-1, *[1] * (x.dim() - 2)))
+    for x_block, dy_block, dx_block, saved_block in _blocks(x, dy, dx, saved):
+        x_block, dy_block = x_block.to(hi.dtype), dy_block.to(hi.dtype)
+        if epilogue.activation is not None:
+            d_block = _minus(x_block, hi)
+            dy_block = _gradient_of_z(dy_block, d_block, stats, weight, bias, epilogue, saved_block)
+        from_dy = _affine(dy_block, a, d)
+        from_x = _affine_around(hi, x_block, b, torch.zeros_like(b), centered)
         dx_block.copy_(from_dy.add_(from_x))
     return dx
 
 
-def _moments(block: Tensor) -> tuple[int, Tensor, Tensor]:
-    """Count, mean and sum of squared deviations per channel, the last two in fp64."""
-    count = block.numel() // block.shape[1]
-    block = block.to(accumulator_dtype(block))
-    pilot = _sum(block) / count
-    d = _minus(block, pilot)
-    # The mean of d is what rounding the pilot left over.
-    left_over = _sum(d).double() / count
-    m2 = _sum(d.square_()).double() - count * left_over.square()
-    return count, pilot.double() + left_over, m2
+def _gradient_of_z(
+    dy: Tensor,
+    d: Tensor,
+    stats: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    epilogue: Epilogue,
+    saved: Tensor | None,
+) -> Tensor:
+    """The gradient before the activation, of a block with ``d = x - hi``."""
+    if epilogue.mask is not None:
+        assert saved is not None
+        z = saved
+    else:
+        z = _affine(d, *_scale_and_shift(stats, weight, bias))
+        if saved is not None:
+            z += saved
+    return backpropagate(dy, z, epilogue.activation, epilogue.negative_slope)
 
 
-def _sum(block: Tensor) -> Tensor:
-    """Sum per channel."""
-    return block.sum((0, 2) if block.dim() == 3 else 0)
+def _scale_and_shift(
+    stats: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """``a`` and ``b`` of ``z = (x - hi) * a + b``."""
+    _, lo, invstd = _unpack(stats)
+    a = invstd if weight is None else weight.to(lo.dtype) * invstd
+    return a, -lo * a if bias is None else bias.to(lo.dtype) - lo * a
 
 
 def _minus(x: Tensor, c: Tensor) -> Tensor:
@@ -136,8 +221,9 @@ def _minus(x: Tensor, c: Tensor) -> Tensor:
     return _affine(x.to(c.dtype), torch.ones_like(c), -c)
 
 
-def _well_centered(mean: Tensor, invstd: Tensor) -> bool:
-    return bool((mean.abs() * invstd <= _WELL_CENTERED).all())
+def _well_centered(stats: Tensor) -> bool:
+    mean, _, invstd = _unpack(stats)
+    return bool(((mean * invstd).abs_() <= _WELL_CENTERED).all())
 
 
 def _affine_around(hi: Tensor, x: Tensor, a: Tensor, b: Tensor, centered: bool) -> Tensor:
@@ -149,8 +235,22 @@ def _affine_around(hi: Tensor, x: Tensor, a: Tensor, b: Tensor, centered: bool) 
 
 def _affine(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """``x * a + b`` per channel, in x's dtype."""
+    a, b = _folded(a, x), _folded(b, x)
     zero, one = torch.zeros_like(a), torch.ones_like(a)
     return torch.native_batch_norm(x, a, b, zero, one, False, 0.0, 0.0)[0]
+
+
+def _folded(c: Tensor, block: Tensor) -> Tensor:
+    """A value per channel, for each of the channels that a block is folded into."""
+    k = block.shape[1] // c.numel()
+    return c if k == 1 else c.repeat(k)
+
+
+def _affine_around_into(out: Tensor, hi: Tensor, x: Tensor, a: Tensor, b: Tensor) -> None:
+    """``(x - hi) * a + b`` of all of x, computed as one map."""
+    unused = (hi.new_empty(0), hi.new_empty(0))
+    one = torch.ones_like(hi)
+    torch.native_batch_norm(x, a, b, hi, one, False, 0.0, 0.0, out=(out, *unused))
 
 
 def _track(
@@ -160,39 +260,57 @@ def _track(
     momentum: float | None,
     mean: Tensor,
     var: Tensor,
-    count: Tensor,
+    count: float,
 ) -> None:
-    """Updates the running statistics, by nothing if the batch is empty on every rank."""
-    seen = count.clamp(max=1)
+    """Updates the running statistics."""
     if num_batches_tracked is not None:
-        num_batches_tracked += seen.long()
+        num_batches_tracked += 1
     if running_mean is None or running_var is None:
         return
-    if momentum is not None:
-        factor = seen * momentum
-    else:
+    if momentum is None:
         assert num_batches_tracked is not None
-        factor = seen / num_batches_tracked.clamp(min=1)
-    unbiased = var * (count / (count - 1).clamp(min=1))
-    running_mean.copy_(torch.lerp(running_mean.double(), mean, factor))
-    running_var.copy_(torch.lerp(running_var.double(), unbiased, factor))
+        momentum = 1 / num_batches_tracked.item()
+    unbiased = var * (count / max(count - 1, 1.0))
+    for running, value in ((running_mean, mean), (running_var, unbiased)):
+        running.copy_(running.double().lerp_(value, momentum))
 
 
-def _unpack(stats: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    C = stats.numel() // 3
-    return stats[:C], stats[C : 2 * C], stats[2 * C : 3 * C], stats[3 * C]
+def _unpack(stats: Tensor) -> tuple[Tensor, ...]:
+    """``hi``, ``lo`` and ``invstd``."""
+    return stats[:-1].view(3, -1).unbind()
 
 
-def _blocks(x: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Blocks of tensors of one shape, as ``(rows, C)`` or ``(n, C, S)``, whichever x lies as.
+def _as_rows(x: Tensor) -> bool:
+    """Whether channels are next to each other in memory."""
+    return x.dim() == 2 or memory_format(x) != torch.contiguous_format
 
-    A tensor that lies otherwise is copied.
+
+def _is_dense(x: Tensor) -> bool:
+    return x.is_contiguous(memory_format=memory_format(x))
+
+
+def _blocks(x: Tensor, *others: Tensor | None, in_place: bool = False) -> Iterator[Any]:
+    """Blocks of tensors of one shape, as ``(n, C, S)`` or ``(1, k * C, rows, 1)``, as x lies.
+
+    A tensor that lies otherwise is copied; of an absent one, each block is None. Without
+    temporaries made of them, in place, blocks need not be small.
     """
     N, C = x.shape[:2]
-    as_rows = x.dim() == 2 or memory_format(x) != torch.contiguous_format
-    tensors = [
-        t.movedim(1, -1).reshape(-1, C) if as_rows else t.reshape(N, C, -1).contiguous()
-        for t in (x, *others)
-    ]
-    length = max(1, _BLOCK // tensors[0][0].numel())
-    yield from zip(*(t.split(length) for t in tensors), strict=True)
+    most = x.numel() if in_place else _BLOCK
+
+    def batches(t: Tensor) -> Sequence[Tensor]:
+        return t.reshape(N, C, -1).contiguous().split(max(1, most * N // x.numel()))
+
+    def rows(t: Tensor) -> Sequence[Tensor]:
+        flat = t.movedim(1, -1).reshape(-1, C).contiguous()
+        k = max(1, min(_FOLDED_CHANNELS // C, len(flat) // _FOLDED_ROWS))
+        whole = len(flat) // k * k
+        parts = [*flat[:whole].view(-1, k * C).split(max(1, most // (k * C)))]
+        if whole < len(flat):
+            parts.append(flat[whole:])
+        # As images of one column, channels last: torch adds rows of two dimensions up column-wise.
+        return [part.t()[None, :, :, None] for part in parts]
+
+    split = rows if _as_rows(x) else batches
+    others_split = (repeat(None) if t is None else split(t) for t in others)
+    yield from zip(split(x), *others_split, strict=False)

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 from torch.nn.utils import parametrize
 
+from .activation import activation_of
+from .fusion.forwards import is_hooked
 from .module import SyncBatchNorm
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -37,7 +39,8 @@ def convert_sync_batchnorm(
     A converted layer takes over all that the original held: the same parameter and buffer objects
     (an optimizer built before stays right), hooks, flags and attributes. A layer that stands in
     several places is converted once. A subclass with a ``forward`` of its own is left alone, with
-    a warning, since its behaviour would be lost.
+    a warning, since its behaviour would be lost; but timm's ``BatchNormAct2d`` becomes a layer with
+    its activation, if that is one that can be fused and nothing is dropped.
 
     Args:
         module: Converted in place, unless it is itself a batch norm.
@@ -70,6 +73,9 @@ def convert(
                 parametrized = parametrize.is_parametrized(layer)
                 original = type(layer).__bases__[0] if parametrized else type(layer)
                 synchronized.converted_from = original
+                activation = _activation_within(layer, original)
+                if activation is not None:
+                    synchronized.activation, synchronized.negative_slope = activation
         if process_group is not None:
             synchronized.process_group = process_group
         else:
@@ -98,6 +104,10 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
 
     Returns:
         The module, or the new layer if it was itself a `SyncBatchNorm`.
+
+    Raises:
+        ValueError: A layer has an activation that its original class has not. Nothing has been
+            changed.
     """
 
     def reverted(layer: nn.Module) -> nn.Module:
@@ -108,11 +118,26 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
             original = original.cls_to_become
         plain = _with_class(layer, original)
         vars(plain).pop("converted_from", None)
+        for name in ("activation", "negative_slope"):
+            vars(plain).pop(name, None)
         if not issubclass(original, nn.SyncBatchNorm):
             del plain.process_group
         return plain
 
+    for name, layer in module.named_modules():
+        if isinstance(layer, SyncBatchNorm):
+            _check_activation_reverts(name, layer)
     return _replace(module, reverted, {})
+
+
+def _check_activation_reverts(name: str, layer: SyncBatchNorm) -> None:
+    own = (layer.activation, layer.negative_slope)
+    original = layer.converted_from or BatchNorm
+    if layer.activation is not None and own != _activation_within(layer, original):
+        raise ValueError(
+            f"expected layers without an activation (got {layer.activation!r} in "
+            f"{name or 'the layer'}): call unfuse_activations first"
+        )
 
 
 def _replace(
@@ -159,4 +184,23 @@ def _lazy(to: type[Any]) -> type[Any]:
 
 def _has_own_forward(layer: _BatchNorm) -> bool:
     known = (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
-    return type(layer).forward not in known or "forward" in vars(layer)
+    if "forward" in vars(layer):
+        return True
+    return type(layer).forward not in known and _activation_within(layer, type(layer)) is None
+
+
+def _activation_within(layer: nn.Module, original: Any) -> tuple[str | None, float] | None:
+    """Name and negative slope of the activation in timm's ``BatchNormAct2d``, if it can be fused.
+
+    None of other classes, and where the layer's children do more.
+    """
+    timms: list[Any] = [cls for cls in original.__mro__ if cls.__name__ == "BatchNormAct2d"]
+    if not timms or original.forward is not timms[0].forward:
+        return None
+    drop, act = getattr(layer, "drop", None), getattr(layer, "act", None)
+    for child in (drop, act):
+        if child is not None and ("forward" in vars(child) or is_hooked(child)):
+            return None
+    if drop is not None and type(drop) is not nn.Identity:
+        return None
+    return activation_of(act)

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .activation import backpropagate
+from .kernels.epilogue import Epilogue
 from .kernels.results import accumulator_dtype, memory_format
 
 
@@ -43,23 +45,27 @@ def backward(
     x: Tensor,
     dy: Tensor,
     weight: Tensor | None,
+    bias: Tensor | None,
     stats: Tensor,
     eps: float,
     group: dist.ProcessGroup | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, weight and bias, each a differentiable function of x, dy and weight.
+    epilogue: Epilogue,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, weight, bias and residual, each differentiable in x, dy and all three.
 
     Args:
         x: ``(N, C, *)``.
         dy: Gradient of y, of x's shape.
         weight: ``(C,)`` or None for 1.
+        bias: ``(C,)`` or None for 0.
         stats: ``(3C + 1,)``, as saved by forward.
         eps: Added to the variance.
         group: Ranks that share the batch, None for this one alone.
+        epilogue: What follows, and what forward saved of it.
 
     Returns:
         dx, in x's dtype and format; the gradients of weight and bias of this rank, ``(C,)``, in
-        fp32, or fp64 for fp64 input.
+        fp32, or fp64 for fp64 input; that of the residual, in x's dtype.
     """
     C, dtype = x.shape[1], accumulator_dtype(x)
     per_channel = (1, C) + (1,) * (x.dim() - 2)
@@ -73,9 +79,20 @@ def backward(
     x_hat = (d - mean.view(per_channel)) * invstd.view(per_channel)
 
     dy = dy.to(dtype)
+    if epilogue.activation is not None:
+        z = x_hat if weight is None else x_hat * weight.to(dtype).view(per_channel)
+        if bias is not None:
+            z = z + bias.to(dtype).view(per_channel)
+        if epilogue.residual is not None:
+            z = z + epilogue.residual
+        elif epilogue.mask is not None:
+            z = epilogue.mask
+        dy = backpropagate(dy, z, epilogue.activation, epilogue.negative_slope)
+    dz = dy.to(x.dtype)
     grad_bias, grad_weight = dy.sum(others), (dy * x_hat).sum(others)
     sums = _sum_over_ranks(torch.cat([grad_bias, grad_weight]), group) / count
     mean_dy, mean_dy_x_hat = (s.view(per_channel) for s in sums.chunk(2))
     scale = invstd if weight is None else invstd * weight.to(dtype)
     dx = (dy - mean_dy - x_hat * mean_dy_x_hat) * scale.view(per_channel)
-    return dx.to(x.dtype).contiguous(memory_format=memory_format(x)), grad_weight, grad_bias
+    dx = dx.to(x.dtype).contiguous(memory_format=memory_format(x))
+    return dx, grad_weight, grad_bias, dz

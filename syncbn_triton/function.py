@@ -12,10 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import debug, differentiable, operations
+from .kernels.epilogue import PIECEWISE_LINEAR, Epilogue
+from .kernels.results import empty_like_input
 
 
 class SyncBatchNormFunction(torch.autograd.Function):
-    """``y = (x - mean) / sqrt(var + eps) * weight + bias`` over the batch of all ranks."""
+    """``activation((x - mean) / sqrt(var + eps) * weight + bias + residual)``, over all ranks."""
 
     @staticmethod
     def forward(
@@ -23,14 +25,20 @@ class SyncBatchNormFunction(torch.autograd.Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
+        residual: Tensor | None,
         running_mean: Tensor | None,
         running_var: Tensor | None,
         num_batches_tracked: Tensor | None,
         momentum: float | None,
         eps: float,
+        activation: str | None,
+        negative_slope: float,
         group: dist.ProcessGroup | None,
         call: debug.Call | None,
     ) -> Tensor:
+        mask = None
+        if residual is not None and activation in PIECEWISE_LINEAR and any(ctx.needs_input_grad):
+            mask = empty_like_input(x, torch.uint8)
         moments = operations.channel_stats(x)
         _all_reduce(moments, group, call)
         y, stats = operations.normalize(
@@ -43,35 +51,60 @@ class SyncBatchNormFunction(torch.autograd.Function):
             num_batches_tracked,
             momentum,
             eps,
+            *Epilogue(activation, negative_slope, residual, mask),
         )
-        # Only the dtype of the bias: saved, it would fail a step that changes it before backward.
-        ctx.save_for_backward(x, weight, stats)
+        if activation is None or mask is not None:
+            # Not needed for the activation's argument.
+            residual = None
+        # Without an activation only the dtype of the bias: saved, it would fail a step that changes
+        # it before backward.
         ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.save_for_backward(
+            x, weight, None if activation is None else bias, stats, residual, mask
+        )
+        ctx.activation, ctx.negative_slope = activation, negative_slope
         ctx.eps, ctx.group, ctx.call = eps, group, call
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, stats = ctx.saved_tensors
+        x, weight, bias, stats, residual, mask = ctx.saved_tensors
+        epilogue = Epilogue(ctx.activation, ctx.negative_slope, residual, mask)
         dx: Tensor | None
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        needs_x, needs_weight, needs_bias, needs_residual = ctx.needs_input_grad[:4]
         # The parameters' gradients are those of this rank: DDP averages them like all others.
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            dx, grad_weight, grad_bias = differentiable.backward(
-                x, dy, weight, stats, ctx.eps, ctx.group
+            dx, grad_weight, grad_bias, dz = differentiable.backward(
+                x, dy, weight, bias, stats, ctx.eps, ctx.group, epilogue
             )
         else:
+            dz = dy
+            if needs_residual and ctx.activation is not None:
+                dz = empty_like_input(x)
             weight_dtype = None if weight is None else weight.dtype
             sums, grad_weight, grad_bias = operations.backward_reduce(
-                x, dy, stats, weight_dtype, ctx.bias_dtype
+                x,
+                dy,
+                stats,
+                weight_dtype,
+                ctx.bias_dtype,
+                weight,
+                bias,
+                *epilogue,
+                dz=None if dz is dy else dz,
             )
             _all_reduce(sums, ctx.group, ctx.call and replace(ctx.call, direction="backward"))
-            dx = operations.backward_input(x, dy, stats, weight, sums) if needs_x else None
+            dx = None
+            if needs_x and dz is dy:
+                dx = operations.backward_input(x, dy, stats, weight, sums, bias, *epilogue)
+            elif needs_x:
+                dx = operations.backward_input(x, dz, stats, weight, sums)
         return (
             dx,
             grad_weight if needs_weight else None,
             grad_bias if needs_bias else None,
-            *[None] * 7,
+            dz if needs_residual else None,
+            *[None] * 9,
         )
 
 

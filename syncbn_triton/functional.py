@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import debug
+from .activation import activate, check
 from .function import SyncBatchNormFunction
 from .kernels.results import accumulator_dtype
 
@@ -23,14 +24,17 @@ def sync_batch_norm(
     eps: float = 1e-5,
     process_group: dist.ProcessGroup | None = None,
     num_batches_tracked: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: str | None = None,
+    negative_slope: float = 0.01,
 ) -> Tensor:
-    r"""Batch normalization over the batches of all ranks of a process group.
+    r"""Batch normalization over the batches of all ranks of a process group, and what follows it.
 
-    .. math:: y = \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \mathrm{eps}}} \cdot
-              \mathrm{weight} + \mathrm{bias}
+    .. math:: y = \mathrm{activation}\left(\frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] +
+              \mathrm{eps}}} \cdot \mathrm{weight} + \mathrm{bias} + \mathrm{residual}\right)
 
     where the mean and the biased variance are taken per channel over every rank's batch. Arguments
-    are those of :func:`torch.nn.functional.batch_norm`, in its order, and two more. In training
+    are those of :func:`torch.nn.functional.batch_norm`, in its order, and some more. In training
     each rank of the group must make the same calls in the same order, each with a batch of any
     size; forward and backward issue one all-reduce each. With ``training=False``, without a process
     group, and alone in one, nothing is communicated.
@@ -50,6 +54,13 @@ def sync_batch_norm(
         process_group: Ranks to synchronize with; None for all.
         num_batches_tracked: ``()``, int64. Grows by 1 in training, unless the batch is empty on
             every rank.
+        residual: Of input's shape, in any memory format. Added before the activation in the same
+            pass, if of input's dtype; of another, by an operator of its own, with torch's rules
+            for the dtype of the sum.
+        activation: None, ``"relu"``, ``"leaky_relu"``, ``"silu"``, ``"gelu"`` (by the error
+            function) or ``"hardswish"``, in the same pass. Backward computes its derivative from
+            the input; with a residual, ``relu`` and ``leaky_relu`` save one byte per element.
+        negative_slope: Of ``leaky_relu``.
 
     Returns:
         ``(N, C, *)``, of input's dtype and memory format. For fp32 input the error against exact
@@ -57,8 +68,9 @@ def sync_batch_norm(
 
     Raises:
         ValueError: The input has fewer than two dimensions or no channels, an argument's length is
-            not C, there is one value per channel in a world of one, or this rank is not in the
-            process group. Nothing has been communicated or changed.
+            not C, the residual's shape is not the input's, the activation is none of the above,
+            there is one value per channel in a world of one, or this rank is not in the process
+            group. Nothing has been communicated or changed.
         NotImplementedError: A dtype is not floating point, or not one of those above.
         RuntimeError: Arguments are on different devices.
     """
@@ -66,11 +78,14 @@ def sync_batch_norm(
     if not torch.jit.is_tracing():  # type: ignore[attr-defined]
         _check_input(input)
         _check_channels(input, running_mean, running_var, weight, bias)
+        _check_residual(input, residual)
+        check(activation)
     debugging = debug.ENABLED and not torch.compiler.is_compiling()
     if not training:
         if debugging:
             debug.note_evaluation(input)
-        return _normalize_alone(input, running_mean, running_var, weight, bias, eps)
+        z = _normalize_alone(input, running_mean, running_var, weight, bias, eps)
+        return _add_and_activate(z, residual, activation, negative_slope)
     if (running_mean is None) != (running_var is None):
         raise ValueError(
             "expected running_mean and running_var together (got one without the other)"
@@ -82,21 +97,31 @@ def sync_batch_norm(
         raise ValueError(
             f"Expected more than 1 value per channel when training, got input size {input.shape}"
         )
-    if _recomputing():
-        running_mean = running_var = num_batches_tracked = None
-    y: Tensor = SyncBatchNormFunction.apply(
+    # torch's rules decide what two dtypes add up to.
+    apart = residual is not None and residual.dtype != input.dtype
+    y = SyncBatchNormFunction.apply(
         input,
         weight,
         bias,
+        None if apart else residual,
         running_mean,
         running_var,
         num_batches_tracked,
         momentum,
         eps,
+        None if apart else activation,
+        negative_slope,
         group,
         debug.forward_call(input, training) if debugging else None,
     )
-    return y
+    return _add_and_activate(y, residual, activation, negative_slope) if apart else y
+
+
+def _add_and_activate(
+    z: Tensor, residual: Tensor | None, activation: str | None, negative_slope: float
+) -> Tensor:
+    """The epilogue as torch's own operators."""
+    return activate(z if residual is None else z + residual, activation, negative_slope)
 
 
 def _normalize_alone(
@@ -158,6 +183,23 @@ def _check_channels(
             )
 
 
+def _check_residual(input: Tensor, residual: Tensor | None) -> None:
+    if residual is None:
+        return
+    if residual.shape != input.shape:
+        raise ValueError(
+            f"expected residual of the input's shape {tuple(input.shape)} "
+            f"(got {tuple(residual.shape)}): it is not broadcast"
+        )
+    if residual.dtype not in _DTYPES:
+        raise NotImplementedError(f"expected residual of a floating dtype (got {residual.dtype})")
+    if residual.device != input.device:
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, input is on {input.device} "
+            f"and residual on {residual.device}"
+        )
+
+
 def _group_to_synchronize(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """The group if it holds this rank and others, None if there is nobody to synchronize with."""
     if not (dist.is_available() and dist.is_initialized()):
@@ -170,13 +212,3 @@ def _group_to_synchronize(process_group: dist.ProcessGroup | None) -> dist.Proce
             f"group given, {group}: what new_group returns to ranks outside)"
         )
     return group if size > 1 else None
-
-
-def _recomputing() -> bool:
-    """Whether activation checkpointing runs this forward, inside a backward, a second time.
-
-    The first time has updated the running statistics already.
-    """
-    if torch.compiler.is_compiling():
-        return False
-    return torch._C._current_graph_task_id() != -1

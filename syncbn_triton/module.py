@@ -10,20 +10,22 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import Self
 
+from .activation import check
 from .functional import sync_batch_norm
 
 
 class SyncBatchNorm(_BatchNorm):
     r"""Batch normalization over the batches of all ranks, in place of ``torch.nn.SyncBatchNorm``.
 
-    .. math:: y = \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \mathrm{eps}}} \cdot
-              \mathrm{weight} + \mathrm{bias}
+    .. math:: y = \mathrm{activation}\left(\frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] +
+              \mathrm{eps}}} \cdot \mathrm{weight} + \mathrm{bias} + \mathrm{residual}\right)
 
     where the mean and the biased variance are taken per channel, in training over every rank of the
-    process group. Arguments, attributes and state_dict are those of ``torch.nn.SyncBatchNorm``, so
-    checkpoints load both ways, and from ``torch.nn.BatchNorm*d``. In addition it runs on the CPU
-    and in a world of one; an empty batch is as good as any other; and a batch that is empty on all
-    ranks leaves the running statistics alone.
+    process group; activation and residual are optional. Arguments, attributes and state_dict are
+    those of ``torch.nn.SyncBatchNorm``, so checkpoints load both ways, and from
+    ``torch.nn.BatchNorm*d``. In addition it runs on the CPU and in a world of one; an empty batch
+    is as good as any other; and a batch that is empty on all ranks leaves the running statistics
+    alone.
 
     Only training synchronizes: each rank of the group must then make the same calls in the same
     order, and forward and backward issue one all-reduce each. See :func:`sync_batch_norm` for
@@ -41,9 +43,14 @@ class SyncBatchNorm(_BatchNorm):
         device: Device of parameters and buffers.
         dtype: dtype of parameters and buffers; the input's may differ.
         bias: Whether an affine layer learns a bias.
+        activation: None, ``"relu"``, ``"leaky_relu"``, ``"silu"``, ``"gelu"`` or ``"hardswish"``,
+            in the same pass over memory. Backward saves nothing more for it, but for ``relu`` and
+            ``leaky_relu`` with a residual one byte per element.
+        negative_slope: Of ``leaky_relu``.
 
     Shape:
         - Input: ``(N, C, *)``
+        - Residual: ``(N, C, *)`` or None, added before the activation
         - Output: ``(N, C, *)``, of the input's dtype and memory format
 
     Example::
@@ -55,6 +62,8 @@ class SyncBatchNorm(_BatchNorm):
     process_group: dist.ProcessGroup | None
     # The class a conversion found, which `revert_sync_batchnorm` restores.
     converted_from: type[_BatchNorm] | None = None
+    activation: str | None = None
+    negative_slope: float = 0.01
 
     def __init__(
         self,
@@ -68,13 +77,26 @@ class SyncBatchNorm(_BatchNorm):
         dtype: torch.dtype | None = None,
         *,
         bias: bool = True,
+        activation: str | None = None,
+        negative_slope: float = 0.01,
     ) -> None:
+        check(activation)
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
         )
         if not bias:
             self.register_parameter("bias", None)
         self.process_group = process_group
+        self.activation = activation
+        self.negative_slope = negative_slope
+
+    def extra_repr(self) -> str:
+        parts = [super().extra_repr()]
+        if self.activation is not None:
+            parts.append(f"activation={self.activation!r}")
+        if self.activation == "leaky_relu":
+            parts.append(f"negative_slope={self.negative_slope}")
+        return ", ".join(parts)
 
     def reset_parameters(self) -> None:
         self.reset_running_stats()
@@ -84,7 +106,7 @@ class SyncBatchNorm(_BatchNorm):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         uses_running = self.track_running_stats or not self.training
         return sync_batch_norm(
             input,
@@ -97,6 +119,9 @@ class SyncBatchNorm(_BatchNorm):
             self.eps,
             self.process_group,
             self.num_batches_tracked if uses_running else None,
+            residual,
+            self.activation,
+            self.negative_slope,
         )
 
     @classmethod

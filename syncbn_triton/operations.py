@@ -3,15 +3,17 @@
 ===============  ===============================================================================
 channel_stats    x -> moments of this rank, packed, ``(2C + 1,)`` fp64
 normalize        x, moments of all ranks -> y, and the statistics ``(3C + 1,)`` for backward;
-                 updates the running statistics in place
+                 updates the running statistics in place, and writes the epilogue's mask
 backward_reduce  x, dy, statistics -> sums of this rank, packed, ``(2C,)`` fp64, and the gradients
-                 of weight and bias, ``(C,)``, or ``(0,)`` for a layer without one
+                 of weight and bias, ``(C,)``, or ``(0,)`` for a layer without one; with an
+                 activation it writes dz
 backward_input   x, dy, statistics, sums of all ranks -> dx
 ===============  ===============================================================================
 
 An all-reduce of the packed tensor goes between the two of each direction. Registration makes an
 operation opaque to ``torch.compile``, which sees its schema and the shapes its fake gives. The
-packed tensors are described in ``syncbn_triton.kernels.packing``.
+packed tensors are described in ``syncbn_triton.kernels.packing``, activation, residual and mask in
+``syncbn_triton.kernels.epilogue``.
 """
 
 from collections.abc import Callable
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from . import aten
 from .backend import backend_for
+from .kernels.epilogue import Epilogue
 from .kernels.results import (
     empty_gradients,
     empty_like_input,
@@ -31,6 +34,12 @@ from .kernels.results import (
 )
 
 Operation = TypeVar("Operation", bound=Callable[..., object])
+
+# An Epilogue in a schema. Forward writes the mask that backward reads.
+_FORWARD_EPILOGUE = (
+    "str? activation=None, float negative_slope=0.01, Tensor? residual=None, Tensor(d!)? mask=None"
+)
+_BACKWARD_EPILOGUE = _FORWARD_EPILOGUE.replace("(d!)", "")
 
 _library = torch.library.Library("syncbn_triton", "DEF")
 
@@ -58,6 +67,15 @@ def _backend(x: Tensor) -> ModuleType:
     return launchers
 
 
+def _recomputing() -> bool:
+    """Whether activation checkpointing runs this forward, inside a backward, a second time.
+
+    The first time has updated the running statistics already. Asked here, where a compiled graph
+    asks too: the graph is the same both times.
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
 @_operation("(Tensor x) -> Tensor", fake=empty_moments)
 def channel_stats(x: Tensor) -> Tensor:
     return _backend(x).channel_stats(x)
@@ -65,8 +83,8 @@ def channel_stats(x: Tensor) -> Tensor:
 
 @_operation(
     "(Tensor x, Tensor packed, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "
-    "Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, float? momentum, float eps) "
-    "-> (Tensor, Tensor)",
+    "Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, float? momentum, float eps, "
+    f"{_FORWARD_EPILOGUE}) -> (Tensor, Tensor)",
     fake=lambda x, *_: (empty_like_input(x), empty_statistics(x)),
 )
 def normalize(
@@ -79,18 +97,30 @@ def normalize(
     num_batches_tracked: Tensor | None,
     momentum: float | None,
     eps: float,
+    activation: str | None = None,
+    negative_slope: float = 0.01,
+    residual: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     tracked = (running_mean, running_var, num_batches_tracked)
-    result = _backend(x).normalize(x, packed, weight, bias, *tracked, momentum, eps)
+    if _recomputing():
+        tracked = (None, None, None)
+    epilogue = Epilogue(activation, negative_slope, residual, mask)
+    result = _backend(x).normalize(
+        x, packed, weight, bias, *tracked, momentum, eps, epilogue=epilogue
+    )
     # A kernel writes behind autograd's back; saved tensors must still notice.
     torch.autograd.graph.increment_version([t for t in tracked if t is not None])
     return result
 
 
 @_operation(
-    "(Tensor x, Tensor dy, Tensor stats, ScalarType? weight_dtype, ScalarType? bias_dtype) "
+    "(Tensor x, Tensor dy, Tensor stats, ScalarType? weight_dtype, ScalarType? bias_dtype, "
+    f"Tensor? weight=None, Tensor? bias=None, {_BACKWARD_EPILOGUE}, Tensor(a!)? dz=None) "
     "-> (Tensor, Tensor, Tensor)",
-    fake=lambda x, dy, stats, *dtypes: empty_gradients(x, *dtypes),
+    fake=lambda x, dy, stats, weight_dtype, bias_dtype, *_: empty_gradients(
+        x, weight_dtype, bias_dtype
+    ),
 )
 def backward_reduce(
     x: Tensor,
@@ -98,15 +128,37 @@ def backward_reduce(
     stats: Tensor,
     weight_dtype: torch.dtype | None,
     bias_dtype: torch.dtype | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    negative_slope: float = 0.01,
+    residual: Tensor | None = None,
+    mask: Tensor | None = None,
+    dz: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _backend(x).backward_reduce(x, dy, stats, weight_dtype, bias_dtype)
+    epilogue = Epilogue(activation, negative_slope, residual, mask)
+    dtypes = (weight_dtype, bias_dtype)
+    return _backend(x).backward_reduce(
+        x, dy, stats, *dtypes, weight=weight, bias=bias, epilogue=epilogue, dz=dz
+    )
 
 
 @_operation(
-    "(Tensor x, Tensor dy, Tensor stats, Tensor? weight, Tensor packed) -> Tensor",
+    "(Tensor x, Tensor dy, Tensor stats, Tensor? weight, Tensor packed, Tensor? bias=None, "
+    f"{_BACKWARD_EPILOGUE}) -> Tensor",
     fake=lambda x, *_: empty_like_input(x),
 )
 def backward_input(
-    x: Tensor, dy: Tensor, stats: Tensor, weight: Tensor | None, packed: Tensor
+    x: Tensor,
+    dy: Tensor,
+    stats: Tensor,
+    weight: Tensor | None,
+    packed: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    negative_slope: float = 0.01,
+    residual: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> Tensor:
-    return _backend(x).backward_input(x, dy, stats, weight, packed)
+    epilogue = Epilogue(activation, negative_slope, residual, mask)
+    return _backend(x).backward_input(x, dy, stats, weight, packed, bias=bias, epilogue=epilogue)

@@ -1,6 +1,10 @@
-"""Kernels read and write what the design says: forward 2 reads and 1 write, backward 4 and 1."""
+"""Kernels read and write what the design says: forward 2 reads and 1 write, backward 4 and 1.
+
+A residual is one more read in forward; with an activation, backward may have to write its gradient.
+"""
 
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -8,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from syncbn_triton.kernels.blocks import Blocks
+from syncbn_triton.kernels.epilogue import ACTIVATIONS, PIECEWISE_LINEAR, Epilogue
 from syncbn_triton.kernels.launchers import (
     backward_input,
     backward_reduce,
@@ -115,3 +120,93 @@ def test_full_size_tensors_are_moved_once_by_each_kernel(
         check_other("forward stores", forward.stores.bytes - unit, C, blocks.split)
         check_other("backward loads", backward.loads.bytes - 4 * unit, C, blocks.split)
         check_other("backward stores", backward.stores.bytes - unit, C, blocks.split)
+
+
+# Values per channel that an activation's argument takes more: weight, bias and invstd in the
+# reduction, bias in the elementwise kernel.
+OTHER["backward loads, activation"] = (OTHER["backward loads"][0] + 4, OTHER["backward loads"][1])
+FUSED_INPUTS = ("channels-last, ragged, split", "flat, split")
+
+
+@pytest.mark.parametrize(
+    ("name", "activation"), [*product(FUSED_INPUTS[1:], ACTIVATIONS), (FUSED_INPUTS[0], "gelu")]
+)
+def test_an_activation_moves_nothing_more(name: str, activation: str) -> None:
+    size, memory_format, blocks = INPUTS[name]
+    x, dy = (torch.randn(size).bfloat16().to(memory_format=memory_format) for _ in range(2))
+    C, unit, epilogue = size[1], x.nbytes, Epilogue(activation)
+    weight, bias, mean, var = torch.ones(4, C).unbind()
+    with traffic.count() as forward:
+        moments = channel_stats(x, blocks)
+        arguments = (weight, bias, mean, var, torch.tensor(0), 0.1, 1e-5)
+        y, stats = normalize(x, moments, *arguments, blocks, epilogue)
+    assert forward.loads.of(x) == 2 * unit
+    assert forward.stores.of(y) == unit
+    check_other("forward loads", forward.loads.bytes - 2 * unit, C, blocks.split)
+    check_other("forward stores", forward.stores.bytes - unit, C, blocks.split)
+    with traffic.count() as backward:
+        arguments = (torch.float32, torch.float32, blocks, weight, bias, epilogue)
+        sums, *_ = backward_reduce(x, dy, stats, *arguments)
+        dx = backward_input(x, dy, stats, weight, sums, blocks, bias, epilogue)
+    assert backward.loads.of(x) == backward.loads.of(dy) == 2 * unit
+    assert backward.stores.of(dx) == unit
+    check_other("backward loads, activation", backward.loads.bytes - 4 * unit, C, blocks.split)
+    check_other("backward stores", backward.stores.bytes - unit, C, blocks.split)
+
+
+@pytest.mark.parametrize("needs_grad", [True, False], ids=["residual needs a gradient", ""])
+@pytest.mark.parametrize("activation", [None, "relu", "silu"])
+@pytest.mark.parametrize("name", FUSED_INPUTS)
+def test_a_residual_is_read_once_by_each_kernel_that_needs_it(
+    name: str, activation: str | None, needs_grad: bool
+) -> None:
+    """And in place of it, after a piecewise linear activation, one byte per element."""
+    size, memory_format, blocks = INPUTS[name]
+    x, dy, residual = (
+        torch.randn(size).bfloat16().to(memory_format=memory_format) for _ in range(3)
+    )
+    C, unit = size[1], x.nbytes
+    mask = torch.empty_like(x, dtype=torch.uint8) if activation in PIECEWISE_LINEAR else None
+    epilogue = Epilogue(activation, residual=residual, mask=mask)
+    of_mask = 0 if mask is None else x.numel()
+    weight, bias, mean, var = torch.ones(4, C).unbind()
+    with traffic.count() as forward:
+        moments = channel_stats(x, blocks)
+        arguments = (weight, bias, mean, var, torch.tensor(0), 0.1, 1e-5)
+        y, stats = normalize(x, moments, *arguments, blocks, epilogue)
+    assert forward.loads.of(x) == 2 * unit
+    assert forward.loads.of(residual) == forward.stores.of(y) == unit
+    check_other("forward loads", forward.loads.bytes - 3 * unit, C, blocks.split)
+    check_other("forward stores", forward.stores.bytes - unit - of_mask, C, blocks.split)
+    if mask is not None:
+        assert forward.stores.of(mask) == of_mask
+
+    if activation is None or mask is not None:
+        epilogue = epilogue._replace(residual=None)
+    saved = residual if mask is None else mask
+    # Of the reduction, and of the elementwise kernel, which begins with dz where that is stored.
+    saved_loads = [0 if activation is None else saved.nbytes] * 2
+    dz = None
+    if activation is not None and needs_grad:
+        dz = torch.empty_like(x)
+        saved_loads[1] = 0
+    with traffic.count() as reduction:
+        arguments = (torch.float32, torch.float32, blocks, weight, bias, epilogue, dz)
+        sums, *_ = backward_reduce(x, dy, stats, *arguments)
+    assert reduction.loads.of(x) == reduction.loads.of(dy) == unit
+    assert reduction.loads.of(saved) == saved_loads[0]
+    with traffic.count() as elementwise:
+        if dz is None:
+            dx = backward_input(x, dy, stats, weight, sums, blocks, bias, epilogue)
+        else:
+            dx = backward_input(x, dz, stats, weight, sums, blocks)
+    assert elementwise.loads.of(x) == elementwise.stores.of(dx) == unit
+    assert elementwise.loads.of(dy if dz is None else dz) == unit
+    assert elementwise.loads.of(saved) == saved_loads[1]
+    if dz is not None:
+        assert reduction.stores.of(dz) == unit
+        assert elementwise.loads.of(dy) == 0
+    loads = reduction.loads.bytes + elementwise.loads.bytes - 4 * unit - sum(saved_loads)
+    stores = reduction.stores.bytes + elementwise.stores.bytes - unit * (1 if dz is None else 2)
+    check_other("backward loads, activation", loads, C, blocks.split)
+    check_other("backward stores", stores, C, blocks.split)
