@@ -8,7 +8,7 @@ SLOW ?= not slow
 BIN := .venv/bin
 TORCH_INSTALLED := .venv/$(subst =,-,$(TORCH))
 
-.PHONY: test demo check clean
+.PHONY: test demo check matrix clean
 
 test: .venv/installed check
 	$(BIN)/pytest -m "$(SLOW)"
@@ -24,6 +24,10 @@ check: .venv/installed
 demo: .venv/installed
 	$(BIN)/python -m syncbn_triton.demo
 
+# Every pair of versions that installs here; MATRIX="--torch 2.13 --triton 3.8" narrows it.
+matrix: .venv/installed
+	$(BIN)/python bench/matrix.py $(MATRIX)
+
 .venv/installed: $(TORCH_INSTALLED) pyproject.toml Makefile
 	$(BIN)/pip install --quiet --editable ".[test]" "$(TORCH)"
 	touch $@
@@ -34,4 +38,4 @@ $(TORCH_INSTALLED):
 	touch $@
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .matrix build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .activation import activate
+from .activation import activate, mask_of
 from .blocks import Blocks, choose_blocks
 from .epilogue import NONE, Epilogue
 from .layout import view
@@ -184,7 +184,7 @@ def normalize_kernel(
                 )
                 z += residual.to(ACC)
             if HAS_MASK:
-                tl.store(mask_ptrs + y_start, tl.where(z <= 0.0, 0, 1).to(tl.uint8), mask=mask)
+                tl.store(mask_ptrs + y_start, mask_of(z, ACTIVATION), mask=mask)
             y = activate(z, negative_slope, ACTIVATION)
             tl.store(y_ptrs + y_start, y.to(y_ptr.dtype.element_ty), mask=mask)
 

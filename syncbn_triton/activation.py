@@ -51,7 +51,7 @@ def backpropagate(dy: Tensor, z: Tensor, activation: str | None, negative_slope:
         return dy * (0.5 + 0.5 * (z * math.sqrt(0.5)).erf() + z * density)
     if activation == "hardswish":
         inside = torch.where(z >= 3, 1, z / 3 + 0.5)
-        return dy * torch.where(z <= -3, 0, inside)
+        return torch.where(z <= -3, 0, dy * inside)
     return dy
 
 

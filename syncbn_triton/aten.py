@@ -9,14 +9,14 @@ fp64. And they know means in fp32 alone: where a mean dwarfs the deviation, they
 ``x - mean``, which is exact.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .activation import activate, backpropagate
+from .activation import activate
 from .kernels.epilogue import NONE, Epilogue
 from .kernels.results import (
     accumulator_dtype,
@@ -100,15 +100,16 @@ def normalize(
     centered = _well_centered(stats)
     activation, negative_slope, residual, mask = epilogue
     if activation is None and residual is None and centered and _is_dense(x):
-        _affine_around_into(y, hi, x, a, b)
-        return y, stats
+        return _affine_around(hi, x, a, b, centered, out=y), stats
     for x_block, y_block, residual_block, mask_block in _blocks(x, y, residual, mask):
-        z = _affine_around(hi, x_block.to(acc), a, b, centered)
+        in_place = x.dtype == acc
+        z = _affine_around(hi, x_block.to(acc), a, b, centered, y_block if in_place else None)
         if residual_block is not None:
             z += residual_block
         if mask_block is not None:
-            mask_block.copy_((z <= 0).logical_not_())
-        y_block.copy_(activate(z, activation, negative_slope))
+            mask_block.copy_((z <= 0).logical_not_() if activation == "relu" else z > 0)
+        if not (in_place and activation is None):
+            y_block.copy_(activate(z, activation, negative_slope))
     return y, stats
 
 
@@ -129,16 +130,15 @@ def backward_reduce(
     sum_dy, sum_dy_xmu = sums.unbind()
     if x.numel():
         _, saved = epilogue.saved()
+        gradient_of_z = _gradient_of_z(stats, weight, bias, epilogue)
         in_place = epilogue.activation is None and x.dtype == hi.dtype
         for x_block, dy_block, saved_block, dz_block in _blocks(
             x, dy, saved, dz, in_place=in_place
         ):
             x_block, dy_block = x_block.to(hi.dtype), dy_block.to(hi.dtype)
-            if epilogue.activation is not None:
-                d = _minus(x_block, hi)
-                dy_block = _gradient_of_z(dy_block, d, stats, weight, bias, epilogue, saved_block)
-                if dz_block is not None:
-                    dz_block.copy_(dy_block)
+            dy_block = gradient_of_z(dy_block, x_block, saved_block)
+            if dz_block is not None:
+                dz_block.copy_(dy_block)
             mean = _folded(hi, x_block)
             one = torch.ones_like(mean)
             _, of_dy_xmu, of_dy = torch.ops.aten.native_batch_norm_backward(
@@ -172,39 +172,45 @@ def backward_input(
     b = (a * mean_dy_xmu).mul_(invstd).mul_(invstd).neg_()
     d = (a * mean_dy).addcmul_(lo, b).neg_()
     centered = _well_centered(stats)
-    _, saved = epilogue.saved()
     if epilogue.activation is None and centered and x.dtype == hi.dtype and _is_dense(x):
-        _affine_around_into(dx, hi, x, b, d)
+        _affine_around(hi, x, b, d, centered, out=dx)
         return dx.addcmul_(dy, a.view(-1, *[1] * (x.dim() - 2)))
+    _, saved = epilogue.saved()
+    gradient_of_z = _gradient_of_z(stats, weight, bias, epilogue)
     for x_block, dy_block, dx_block, saved_block in _blocks(x, dy, dx, saved):
         x_block, dy_block = x_block.to(hi.dtype), dy_block.to(hi.dtype)
-        if epilogue.activation is not None:
-            d_block = _minus(x_block, hi)
-            dy_block = _gradient_of_z(dy_block, d_block, stats, weight, bias, epilogue, saved_block)
-        from_dy = _affine(dy_block, a, d)
-        from_x = _affine_around(hi, x_block, b, torch.zeros_like(b), centered)
-        dx_block.copy_(from_dy.add_(from_x))
+        dy_block = gradient_of_z(dy_block, x_block, saved_block)
+        from_x = _affine_around(hi, x_block, b, d, centered)
+        scale = _folded(a, x_block).view(-1, *[1] * (x_block.dim() - 2))
+        dx_block.copy_(from_x.addcmul_(dy_block, scale))
     return dx
 
 
 def _gradient_of_z(
-    dy: Tensor,
-    d: Tensor,
-    stats: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    epilogue: Epilogue,
-    saved: Tensor | None,
-) -> Tensor:
-    """The gradient before the activation, of a block with ``d = x - hi``."""
-    if epilogue.mask is not None:
-        assert saved is not None
-        z = saved
-    else:
-        z = _affine(d, *_scale_and_shift(stats, weight, bias))
-        if saved is not None:
-            z += saved
-    return backpropagate(dy, z, epilogue.activation, epilogue.negative_slope)
+    stats: Tensor, weight: Tensor | None, bias: Tensor | None, epilogue: Epilogue
+) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    """Of blocks of dy, x and what was saved: the gradient before the activation."""
+    activation, negative_slope, _, mask = epilogue
+    if activation is None:
+        return lambda dy, x, saved: dy
+    hi = stats[: stats.numel() // 3]
+    a, b = _scale_and_shift(stats, weight, bias)
+    centered = _well_centered(stats)
+
+    def gradient_of_z(dy: Tensor, x: Tensor, saved: Tensor | None) -> Tensor:
+        if mask is not None and saved is not None:
+            z = saved.to(dy.dtype)
+        else:
+            z = _affine_around(hi, x, a, b, centered)
+            if saved is not None:
+                z += saved
+        if activation == "leaky_relu":
+            return torch.ops.aten.leaky_relu_backward(dy, z, negative_slope, False)
+        if activation == "relu":
+            return torch.ops.aten.threshold_backward(dy, z, 0)
+        return getattr(torch.ops.aten, f"{activation}_backward")(dy, z)
+
+    return gradient_of_z
 
 
 def _scale_and_shift(
@@ -218,7 +224,7 @@ def _scale_and_shift(
 
 def _minus(x: Tensor, c: Tensor) -> Tensor:
     """``x - c`` per channel, in c's dtype: exact for x near c."""
-    return _affine(x.to(c.dtype), torch.ones_like(c), -c)
+    return _affine_around(c, x.to(c.dtype), torch.ones_like(c), torch.zeros_like(c), centered=True)
 
 
 def _well_centered(stats: Tensor) -> bool:
@@ -226,31 +232,24 @@ def _well_centered(stats: Tensor) -> bool:
     return bool(((mean * invstd).abs_() <= _WELL_CENTERED).all())
 
 
-def _affine_around(hi: Tensor, x: Tensor, a: Tensor, b: Tensor, centered: bool) -> Tensor:
-    """``(x - hi) * a + b``, in one map where that loses nothing."""
-    if centered:
-        return _affine(x, a, b - hi * a)
-    return _affine(_minus(x, hi), a, b)
-
-
-def _affine(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """``x * a + b`` per channel, in x's dtype."""
-    a, b = _folded(a, x), _folded(b, x)
-    zero, one = torch.zeros_like(a), torch.ones_like(a)
-    return torch.native_batch_norm(x, a, b, zero, one, False, 0.0, 0.0)[0]
+def _affine_around(
+    hi: Tensor, x: Tensor, a: Tensor, b: Tensor, centered: bool, out: Tensor | None = None
+) -> Tensor:
+    """``(x - hi) * a + b`` per channel, in one map where that loses nothing."""
+    if not centered:
+        x, hi = _minus(x, hi), torch.zeros_like(hi)
+    hi, a, b = (_folded(c, x) for c in (hi, a, b))
+    options = (x, a, b, hi, torch.ones_like(hi), False, 0.0, 0.0)
+    if out is None:
+        return torch.native_batch_norm(*options)[0]
+    unused = (hi.new_empty(0), hi.new_empty(0))
+    return torch.native_batch_norm(*options, out=(out, *unused))[0]
 
 
 def _folded(c: Tensor, block: Tensor) -> Tensor:
     """A value per channel, for each of the channels that a block is folded into."""
     k = block.shape[1] // c.numel()
     return c if k == 1 else c.repeat(k)
-
-
-def _affine_around_into(out: Tensor, hi: Tensor, x: Tensor, a: Tensor, b: Tensor) -> None:
-    """``(x - hi) * a + b`` of all of x, computed as one map."""
-    unused = (hi.new_empty(0), hi.new_empty(0))
-    one = torch.ones_like(hi)
-    torch.native_batch_norm(x, a, b, hi, one, False, 0.0, 0.0, out=(out, *unused))
 
 
 def _track(
@@ -309,7 +308,7 @@ def _blocks(x: Tensor, *others: Tensor | None, in_place: bool = False) -> Iterat
         if whole < len(flat):
             parts.append(flat[whole:])
         # As images of one column, channels last: torch adds rows of two dimensions up column-wise.
-        return [part.t()[None, :, :, None] for part in parts]
+        return [part[None, :, None].permute(0, 3, 1, 2) for part in parts]
 
     split = rows if _as_rows(x) else batches
     others_split = (repeat(None) if t is None else split(t) for t in others)

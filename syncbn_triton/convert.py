@@ -16,6 +16,9 @@ from .module import SyncBatchNorm
 
 Module = TypeVar("Module", bound=nn.Module)
 
+# Batch norms that apply F.batch_norm or torch's SyncBatchNorm, and then their drop and act.
+_TIMMS = ("BatchNormAct2d", "SyncBatchNormAct")
+
 
 class BatchNorm(_BatchNorm):
     """A batch norm of any input rank: what a layer built as SyncBatchNorm reverts to."""
@@ -87,7 +90,7 @@ def convert(
     for name in sorted(left_alone):
         warnings.warn(
             f"{name} has a forward of its own and was not converted to {to.__qualname__}: it "
-            "normalizes by the batch of its own rank",
+            "normalizes as before",
             stacklevel=3,
         )
     return result
@@ -190,11 +193,11 @@ def _has_own_forward(layer: _BatchNorm) -> bool:
 
 
 def _activation_within(layer: nn.Module, original: Any) -> tuple[str | None, float] | None:
-    """Name and negative slope of the activation in timm's ``BatchNormAct2d``, if it can be fused.
+    """Name and negative slope of the activation in one of timm's layers, if it can be fused.
 
     None of other classes, and where the layer's children do more.
     """
-    timms: list[Any] = [cls for cls in original.__mro__ if cls.__name__ == "BatchNormAct2d"]
+    timms: list[Any] = [cls for cls in original.__mro__ if cls.__name__ in _TIMMS]
     if not timms or original.forward is not timms[0].forward:
         return None
     drop, act = getattr(layer, "drop", None), getattr(layer, "act", None)

@@ -35,9 +35,10 @@ class SyncBatchNormFunction(torch.autograd.Function):
         negative_slope: float,
         group: dist.ProcessGroup | None,
         call: debug.Call | None,
+        recording: bool,
     ) -> Tensor:
         mask = None
-        if residual is not None and activation in PIECEWISE_LINEAR and any(ctx.needs_input_grad):
+        if recording and residual is not None and activation in PIECEWISE_LINEAR:
             mask = empty_like_input(x, torch.uint8)
         moments = operations.channel_stats(x)
         _all_reduce(moments, group, call)
@@ -78,11 +79,9 @@ class SyncBatchNormFunction(torch.autograd.Function):
                 x, dy, weight, bias, stats, ctx.eps, ctx.group, epilogue
             )
         else:
-            dz = dy
-            if needs_residual and ctx.activation is not None:
-                dz = empty_like_input(x)
+            wants_dz = needs_residual and ctx.activation is not None
             weight_dtype = None if weight is None else weight.dtype
-            sums, grad_weight, grad_bias = operations.backward_reduce(
+            sums, grad_weight, grad_bias, dz = operations.backward_reduce(
                 x,
                 dy,
                 stats,
@@ -91,20 +90,22 @@ class SyncBatchNormFunction(torch.autograd.Function):
                 weight,
                 bias,
                 *epilogue,
-                dz=None if dz is dy else dz,
+                wants_dz=wants_dz,
             )
             _all_reduce(sums, ctx.group, ctx.call and replace(ctx.call, direction="backward"))
             dx = None
-            if needs_x and dz is dy:
-                dx = operations.backward_input(x, dy, stats, weight, sums, bias, *epilogue)
-            elif needs_x:
+            if needs_x and wants_dz:
                 dx = operations.backward_input(x, dz, stats, weight, sums)
+            elif needs_x:
+                dx = operations.backward_input(x, dy, stats, weight, sums, bias, *epilogue)
+            if ctx.activation is None:
+                dz = dy
         return (
             dx,
             grad_weight if needs_weight else None,
             grad_bias if needs_bias else None,
             dz if needs_residual else None,
-            *[None] * 9,
+            *[None] * 10,
         )
 
 

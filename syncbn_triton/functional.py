@@ -113,6 +113,7 @@ def sync_batch_norm(
         negative_slope,
         group,
         debug.forward_call(input, training) if debugging else None,
+        torch.is_grad_enabled(),
     )
     return _add_and_activate(y, residual, activation, negative_slope) if apart else y
 

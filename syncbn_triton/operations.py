@@ -5,8 +5,7 @@ channel_stats    x -> moments of this rank, packed, ``(2C + 1,)`` fp64
 normalize        x, moments of all ranks -> y, and the statistics ``(3C + 1,)`` for backward;
                  updates the running statistics in place, and writes the epilogue's mask
 backward_reduce  x, dy, statistics -> sums of this rank, packed, ``(2C,)`` fp64, and the gradients
-                 of weight and bias, ``(C,)``, or ``(0,)`` for a layer without one; with an
-                 activation it writes dz
+                 of weight and bias, ``(C,)``, and dz, each ``(0,)`` where not wanted
 backward_input   x, dy, statistics, sums of all ranks -> dx
 ===============  ===============================================================================
 
@@ -116,10 +115,11 @@ def normalize(
 
 @_operation(
     "(Tensor x, Tensor dy, Tensor stats, ScalarType? weight_dtype, ScalarType? bias_dtype, "
-    f"Tensor? weight=None, Tensor? bias=None, {_BACKWARD_EPILOGUE}, Tensor(a!)? dz=None) "
-    "-> (Tensor, Tensor, Tensor)",
-    fake=lambda x, dy, stats, weight_dtype, bias_dtype, *_: empty_gradients(
-        x, weight_dtype, bias_dtype
+    f"Tensor? weight=None, Tensor? bias=None, {_BACKWARD_EPILOGUE}, bool wants_dz=False) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    fake=lambda x, dy, stats, weight_dtype, bias_dtype, *epilogue, wants_dz=False: (
+        *empty_gradients(x, weight_dtype, bias_dtype),
+        _empty_dz(x, wants_dz or epilogue[6:] == (True,)),
     ),
 )
 def backward_reduce(
@@ -134,13 +134,25 @@ def backward_reduce(
     negative_slope: float = 0.01,
     residual: Tensor | None = None,
     mask: Tensor | None = None,
-    dz: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    epilogue = Epilogue(activation, negative_slope, residual, mask)
-    dtypes = (weight_dtype, bias_dtype)
-    return _backend(x).backward_reduce(
-        x, dy, stats, *dtypes, weight=weight, bias=bias, epilogue=epilogue, dz=dz
+    wants_dz: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dz = _empty_dz(x, wants_dz)
+    results = _backend(x).backward_reduce(
+        x,
+        dy,
+        stats,
+        weight_dtype,
+        bias_dtype,
+        weight=weight,
+        bias=bias,
+        epilogue=Epilogue(activation, negative_slope, residual, mask),
+        dz=dz if wants_dz else None,
     )
+    return *results, dz
+
+
+def _empty_dz(x: Tensor, wanted: bool) -> Tensor:
+    return empty_like_input(x) if wanted else x.new_empty(0)
 
 
 @_operation(

@@ -17,6 +17,7 @@ sys.path.append(str(Path(__file__).parents[1] / "bench"))
 
 import stand_in
 from syncbn_triton.kernels import plan
+from syncbn_triton.kernels.epilogue import Epilogue
 from syncbn_triton.kernels.launchers import (
     backward_input,
     backward_reduce,
@@ -141,6 +142,29 @@ def test_nothing_is_allocated_but_results(name: str, driver: stand_in.StandInDri
     split = len(kernels) > len(KERNELS)
     assert sorted(forward.names) == ["empty_like"] + ["new_empty"] * (2 + split)
     assert sorted(backward.names) == ["empty_like"] + ["new_empty"] * (3 + split)
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "silu"])
+def test_an_epilogue_allocates_nothing(
+    activation: str | None, driver: stand_in.StandInDriver
+) -> None:
+    """Nor does it bring a value to the host: the mask and dz are given."""
+    x, residual, weight = torch.empty(2, 8, 4, 4), torch.empty(2, 8, 4, 4), torch.empty(8)
+    mask = torch.empty_like(x, dtype=torch.uint8) if activation == "relu" else None
+    dz = None if activation is None else torch.empty_like(x)
+    epilogue = Epilogue(activation, 0.01, residual, mask)
+    tracked = (weight.clone(), weight.clone(), torch.tensor(0))
+    moments = channel_stats(x)
+    with Operators() as forward:
+        _, stats = normalize(x, moments, weight, weight, *tracked, None, 1e-5, epilogue=epilogue)
+    saved = epilogue._replace(residual=None if mask is not None else residual)
+    with Operators() as backward:
+        sums, _, _ = backward_reduce(
+            x, x, stats, torch.float32, None, weight=weight, bias=weight, epilogue=saved, dz=dz
+        )
+        backward_input(x, x if dz is None else dz, stats, weight, sums)
+    assert sorted(forward.names) == ["empty_like", "new_empty"]
+    assert sorted(backward.names) == ["empty_like"] + ["new_empty"] * 3
 
 
 class Operators(TorchDispatchMode):

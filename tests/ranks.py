@@ -45,21 +45,30 @@ class RankPool:
         The function must be importable by name. ``backend`` is what ``SYNCBN_TRITON_BACKEND`` is
         set to.
         """
-        new = [_start() for _ in range(world_size - len(self._workers))]
-        self._workers += new
-        for _, pipe in new:
-            pipe.recv_bytes()
-        with tempfile.TemporaryDirectory() as folder:
-            store = str(Path(folder, "store"))
-            for rank, (_, pipe) in enumerate(self._workers[:world_size]):
-                call = (rank, world_size, store, backend, timeout, function, arguments)
-                pipe.send_bytes(pickle.dumps(call))
-            answers = [self._answer(rank, timeout) for rank in range(world_size)]
+        call = (backend, timeout, function, arguments)
+        answers = self._ask(world_size, *call)
+        if any("connectFullMesh" in (error or "") for error, _ in answers):
+            # gloo's ranks did not find each other in time, on a machine busy with something else.
+            self.close()
+            answers = self._ask(world_size, *call)
         errors = [f"rank {rank}:\n{error}" for rank, (error, _) in enumerate(answers) if error]
         if errors:
             self.close()
             raise RankError("\n".join(errors))
         return [result for _, result in answers]
+
+    def _ask(self, world_size: int, *call: Any) -> list[tuple[str | None, Any]]:
+        """Each rank's error, or None, and result."""
+        new = [_start() for _ in range(world_size - len(self._workers))]
+        self._workers += new
+        for _, pipe in new:
+            pipe.recv_bytes()
+        _, timeout, *_ = call
+        with tempfile.TemporaryDirectory() as folder:
+            store = str(Path(folder, "store"))
+            for rank, (_, pipe) in enumerate(self._workers[:world_size]):
+                pipe.send_bytes(pickle.dumps((rank, world_size, store, *call)))
+            return [self._answer(rank, timeout) for rank in range(world_size)]
 
     def _answer(self, rank: int, timeout: timedelta) -> tuple[str | None, Any]:
         process, pipe = self._workers[rank]

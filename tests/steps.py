@@ -72,7 +72,7 @@ def step_of_parts(
     backward = [
         operations.backward_reduce(*part, *dtypes) for part in zip(xs, dys, stats, strict=True)
     ]
-    sums, grad_weights, grad_biases = zip(*backward, strict=True)
+    sums, grad_weights, grad_biases, _ = zip(*backward, strict=True)
     of_all = sum(sums[i] for i in order)
     dxs = [
         operations.backward_input(*part, layer.weight, of_all)
