@@ -5,6 +5,7 @@ torchrun sets. ``<!-- needs: timm, lightning -->`` above a block names packages;
 skipped, or runs against a minimal copy of the registry it uses.
 """
 
+import gc
 import importlib.util
 import os
 import re
@@ -122,6 +123,7 @@ def presupposed() -> dict[str, Any]:
     dataset = TensorDataset(torch.randn(8, 3, 6, 6), torch.randint(2, (8,)))
     loader = DataLoader(dataset, batch_size=4)
     return {
+        "__name__": "__main__",
         "torch": torch,
         "model": model,
         "device": torch.device("cpu"),
@@ -130,12 +132,10 @@ def presupposed() -> dict[str, Any]:
     }
 
 
-def run(block: Block) -> dict[str, Any]:
-    """The block's namespace after it ran; errors point to the document's line."""
-    namespace = {"__name__": "__main__", **presupposed()}
+def run(block: Block, namespace: dict[str, Any]) -> None:
+    """Runs a block in a namespace; errors point to the document's line."""
     code = "\n" * block.line + block.code
     exec(compile(code, str(block.document), "exec"), namespace)
-    return namespace
 
 
 @pytest.mark.parametrize("block", blocks(), ids=str)
@@ -153,17 +153,23 @@ def test_block(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         else:
             store = dist.FileStore(str(tmp_path / "store"), 1)
             dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        namespace = presupposed()
         try:
-            namespace = run(block)
+            with monkeypatch.context() as patch:
+                patch.setattr(dist, "destroy_process_group", lambda: None)
+                run(block, namespace)
+            if "convert_sync_batchnorm(model" in block.code:
+                classes = {type(layer).__module__ for layer in namespace["model"].modules()}
+                assert "torch.nn.modules.batchnorm" not in classes
         finally:
+            # A DistributedDataParallel that outlives its process group may deadlock as it goes.
+            namespace.clear()
+            gc.collect()
             if dist.is_initialized():
                 dist.destroy_process_group()
             if "accelerate" in sys.modules:
                 # It keeps what it found of the process group.
                 sys.modules["accelerate"].state.AcceleratorState._reset_state(True)
-    if "convert_sync_batchnorm(model" in block.code:
-        classes = {type(layer).__module__ for layer in namespace["model"].modules()}
-        assert "torch.nn.modules.batchnorm" not in classes
 
 
 def test_each_document_has_blocks() -> None:

@@ -411,6 +411,7 @@ def test_a_fused_layer_does_not_revert() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*there are global hooks on modules:UserWarning")
 def test_one_graph_of_torch_compile() -> None:
     model, x = converted(Bottleneck(3, 3)), images()
     right = step(copy.deepcopy(model), x)

@@ -163,7 +163,7 @@ def test_a_trainer_accepts_the_plugin(package: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "package", ["lightning", pytest.param("pytorch_lightning", marks=pytest.mark.slow)]
+    "package", [pytest.param(name, marks=pytest.mark.slow) for name in PACKAGES]
 )
 def test_a_fit_across_ranks_equals_one_process(package: str, tmp_path: Path) -> None:
     needed(package)

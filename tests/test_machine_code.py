@@ -97,7 +97,15 @@ def costs(*arguments: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param("sm_80", marks=pytest.mark.slow),
+        "sm_90",
+        pytest.param("sm_100", marks=pytest.mark.slow),
+        "gfx942",
+    ],
+)
 def test_every_kernel_compiles_without_spilling(target: str) -> None:
     rows = costs("--targets", target, "--inputs", *INPUTS, "--dtypes", "bfloat16")
     assert not [row for row in rows if row["spilled"]]
@@ -142,10 +150,16 @@ def test_half_precision_keeps_to_the_budget() -> None:
 @pytest.mark.parametrize(
     ("layouts", "activations", "residual"),
     [
-        (["contiguous", "channels-last"], list(ACTIVATION_BUDGETS)[:-1], False),
-        (["contiguous"], ["relu"], True),
+        (["contiguous"], ["relu"], False),
+        pytest.param(
+            ["contiguous", "channels-last"],
+            list(ACTIVATION_BUDGETS)[:-1],
+            False,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(["contiguous"], ["relu"], True, marks=pytest.mark.slow),
     ],
-    ids=["", "residual"],
+    ids=["relu", "", "residual"],
 )
 def test_activations_keep_to_their_budgets(
     layouts: list[str], activations: list[str], residual: bool
