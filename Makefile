@@ -8,7 +8,7 @@ SLOW ?= not slow
 BIN := .venv/bin
 TORCH_INSTALLED := .venv/$(subst =,-,$(TORCH))
 
-.PHONY: test demo check matrix clean
+.PHONY: test demo check matrix bench clean
 
 test: .venv/installed check
 	$(BIN)/pytest -m "$(SLOW)"
@@ -27,6 +27,13 @@ demo: .venv/installed
 # Every pair of versions that installs here; MATRIX="--torch 2.13 --triton 3.8" narrows it.
 matrix: .venv/installed
 	$(BIN)/python bench/matrix.py $(MATRIX)
+
+# Ratios to nn.BatchNorm beside the saved ones; BENCH="-k host" narrows it. No time can fail.
+bench: .venv/installed
+	mkdir -p bench/results
+	env -u TRITON_INTERPRET $(BIN)/pytest bench --benchmark-json=bench/results/bench.json \
+		--benchmark-max-time=0.5 --benchmark-columns=min,median,iqr $(BENCH)
+	$(BIN)/python bench/baseline.py bench/results/bench.json
 
 .venv/installed: $(TORCH_INSTALLED) pyproject.toml Makefile
 	$(BIN)/pip install --quiet --editable ".[test]" "$(TORCH)"
