@@ -60,6 +60,7 @@ SHALLOW = {
     ("channel_stats", "65 channels, channels-last"),
     ("channel_stats", "72 channels, channels-last"),
     ("channel_stats", "rows of 20"),
+    ("channel_stats", "rows of 196"),  # by triton 3.9's compiler alone
     ("channel_stats", "rows of 49"),
     ("normalize", "3 channels"),
     ("normalize", "65 channels, channels-last"),
@@ -67,6 +68,7 @@ SHALLOW = {
     ("backward_reduce", "rows of 20"),
     ("backward_input", "3 channels"),
     ("backward_input", "72 channels, channels-last"),
+    ("backward_input", "rows of 49"),  # by triton 3.9's, in fp16
 }
 REPRESENTATIVE = ("contiguous", "channels-last", "2-D", "rows of 49", "24 channels, channels-last")
 
