@@ -193,7 +193,7 @@ def _gradient_of_z(
     activation, negative_slope, _, mask = epilogue
     if activation is None:
         return lambda dy, x, saved: dy
-    hi = stats[: stats.numel() // 3]
+    hi, *_ = _unpack(stats)
     a, b = _scale_and_shift(stats, weight, bias)
     centered = _well_centered(stats)
 

@@ -175,13 +175,7 @@ def _check_channels(
                 f"expected {name} of shape ({C},) for input with {C} channels "
                 f"(got {tuple(tensor.shape)})"
             )
-        if tensor.dtype not in _DTYPES:
-            raise NotImplementedError(f"expected {name} of a floating dtype (got {tensor.dtype})")
-        if tensor.device != input.device:
-            raise RuntimeError(
-                f"Expected all tensors to be on the same device, input is on {input.device} "
-                f"and {name} on {tensor.device}"
-            )
+        _check_dtype_and_device(input, name, tensor)
 
 
 def _check_residual(input: Tensor, residual: Tensor | None) -> None:
@@ -192,12 +186,16 @@ def _check_residual(input: Tensor, residual: Tensor | None) -> None:
             f"expected residual of the input's shape {tuple(input.shape)} "
             f"(got {tuple(residual.shape)}): it is not broadcast"
         )
-    if residual.dtype not in _DTYPES:
-        raise NotImplementedError(f"expected residual of a floating dtype (got {residual.dtype})")
-    if residual.device != input.device:
+    _check_dtype_and_device(input, "residual", residual)
+
+
+def _check_dtype_and_device(input: Tensor, name: str, tensor: Tensor) -> None:
+    if tensor.dtype not in _DTYPES:
+        raise NotImplementedError(f"expected {name} of a floating dtype (got {tensor.dtype})")
+    if tensor.device != input.device:
         raise RuntimeError(
             f"Expected all tensors to be on the same device, input is on {input.device} "
-            f"and residual on {residual.device}"
+            f"and {name} on {tensor.device}"
         )
 
 

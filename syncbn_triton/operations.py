@@ -113,14 +113,27 @@ def normalize(
     return result
 
 
+def _empty_dz(x: Tensor, wanted: bool) -> Tensor:
+    return empty_like_input(x) if wanted else x.new_empty(0)
+
+
+def _empty_of_backward_reduce(
+    x: Tensor,
+    dy: Tensor,
+    stats: Tensor,
+    weight_dtype: torch.dtype | None,
+    bias_dtype: torch.dtype | None,
+    *affine_and_epilogue: object,
+    wants_dz: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return *empty_gradients(x, weight_dtype, bias_dtype), _empty_dz(x, wants_dz)
+
+
 @_operation(
     "(Tensor x, Tensor dy, Tensor stats, ScalarType? weight_dtype, ScalarType? bias_dtype, "
-    f"Tensor? weight=None, Tensor? bias=None, {_BACKWARD_EPILOGUE}, bool wants_dz=False) "
+    f"Tensor? weight=None, Tensor? bias=None, {_BACKWARD_EPILOGUE}, *, bool wants_dz=False) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
-    fake=lambda x, dy, stats, weight_dtype, bias_dtype, *epilogue, wants_dz=False: (
-        *empty_gradients(x, weight_dtype, bias_dtype),
-        _empty_dz(x, wants_dz or epilogue[6:] == (True,)),
-    ),
+    fake=_empty_of_backward_reduce,
 )
 def backward_reduce(
     x: Tensor,
@@ -149,10 +162,6 @@ def backward_reduce(
         dz=dz if wants_dz else None,
     )
     return *results, dz
-
-
-def _empty_dz(x: Tensor, wanted: bool) -> Tensor:
-    return empty_like_input(x) if wanted else x.new_empty(0)
 
 
 @_operation(

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from dispatched import Operators
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.append(str(Path(__file__).parents[1] / "bench"))
 
@@ -165,15 +165,3 @@ def test_an_epilogue_allocates_nothing(
         backward_input(x, x if dz is None else dz, stats, weight, sums)
     assert sorted(forward.names) == ["empty_like", "new_empty"]
     assert sorted(backward.names) == ["empty_like"] + ["new_empty"] * 3
-
-
-class Operators(TorchDispatchMode):
-    """Names of the operators that reach a device, views aside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from dispatched import Operators
 from ranks import RankPool
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from syncbn_triton import SyncBatchNorm, operations
 
@@ -88,18 +88,6 @@ def test_no_step_reads_an_element(ranks: RankPool) -> None:
     ranks.run(2, fake_steps_on_rank)
 
 
-class Operators(TorchDispatchMode):
-    """Names of the operators called, views aside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 def operators_on_rank(rank: int, options: dict[str, Any], added: bool) -> list[str]:
     module, x = SyncBatchNorm(3, **options), torch.randn(4, 3, 2, requires_grad=True)
     residual, dy = torch.randn(4, 3, 2, requires_grad=True) if added else None, torch.ones(4, 3, 2)
@@ -138,7 +126,7 @@ def test_operations_keep_to_their_schema(backend: str) -> None:
     _, stats = operations.normalize(*forward)
     torch.library.opcheck(operations.normalize, forward)
     epilogue = ("relu", 0.01, None, mask)
-    reduce = (x, dy, stats, weight.dtype, None, weight, bias, *epilogue, True)
-    sums, *_ = operations.backward_reduce(*reduce)
-    torch.library.opcheck(operations.backward_reduce, reduce)
+    reduce = (x, dy, stats, weight.dtype, None, weight, bias, *epilogue)
+    sums, *_ = operations.backward_reduce(*reduce, wants_dz=True)
+    torch.library.opcheck(operations.backward_reduce, reduce, {"wants_dz": True})
     torch.library.opcheck(operations.backward_input, (x, dy, stats, weight, sums, bias, *epilogue))
