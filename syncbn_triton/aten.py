@@ -1,74 +1,71 @@
 """The four operations for CPU tensors, from torch's own building blocks.
 
-Same arguments, results and numerics as the Triton launchers. Sums and affine maps per channel go
-through the parts of ``native_batch_norm``: broadcast arithmetic over short rows is 15 times slower.
-
-Those add channels-last input up in one fp32 loop, whose error grows with the number of rows, so
-that ``k`` rows are taken for one of ``k * C`` channels, and the ``k`` sums of each channel added in
-fp64. And they know means in fp32 alone: where a mean dwarfs the deviation, they are given
-``x - mean``, which is exact.
+Same arguments, results and numerics as the Triton launchers. A map ``(x - mean) * a + b`` is one
+pass, ``x * a + (b - mean * a)``, where that loses nothing; where a mean dwarfs the deviation,
+``x - mean`` is made first, which is exact.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import repeat
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from .activation import activate
+from .channelwise import (
+    MAPS,
+    SUMS,
+    add_product,
+    affine,
+    blocks,
+    mean_and_var,
+    minus,
+    sums_of_products,
+)
 from .kernels.epilogue import NONE, Epilogue
 from .kernels.results import (
     accumulator_dtype,
     empty_gradients,
     empty_like_input,
     empty_moments,
-    empty_statistics,
-    memory_format,
 )
 
-# Elements of a block, 2 MiB of fp32: what temporaries take.
-_BLOCK = 1 << 19
-# The channels that rows are folded into, and the least rows that are then left.
-_FOLDED_CHANNELS = 1 << 11
-_FOLDED_ROWS = 16
-# |mean| / std up to which a map x * a - mean * a, and a sum of x, cost at most 8 * 2^-24 of a
-# standard deviation.
+# |mean| / std up to which a map in one pass, and a sum of x, cost at most 8 * 2^-24 of a standard
+# deviation.
 _WELL_CENTERED = 8.0
 
 
 def channel_stats(x: Tensor) -> Tensor:
-    packed = empty_moments(x)
     if x.numel() == 0:
-        return packed.zero_()
-    C = x.shape[1]
-    count = x.numel() // C
-    mean, var = _moments(x, None)
-    if not bool((mean.square() <= var * _WELL_CENTERED**2).all()):
+        return empty_moments(x).zero_()
+    mean, var = _moments(x)
+    if not _well_centered(mean, var):
         pilot = mean.to(accumulator_dtype(x))
         mean, var = _moments(x, pilot)
         mean += pilot
-    packed[:C] = mean
-    torch.addcmul(var, mean, mean, out=packed[C : 2 * C])
-    packed[2 * C] = 1.0
-    return packed.mul_(count)
+    one = mean.new_full((1,), 1.0)
+    count = x.numel() // x.shape[1]
+    return torch.cat([mean, var.addcmul_(mean, mean), one]).mul_(count)
 
 
-def _moments(x: Tensor, pilot: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of ``x - pilot`` per channel, in fp64."""
+def _moments(x: Tensor, pilot: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """``(C,)``, fp64: mean and biased variance of ``x - pilot`` per channel."""
     acc, C = accumulator_dtype(x), x.shape[1]
-    counts: list[int] = []
-    moments = []
-    for (block,) in _blocks(x, in_place=pilot is None and x.dtype == acc):
-        d = block.to(acc) if pilot is None else _minus(block, pilot)
-        moment = torch.stack(torch.batch_norm_update_stats(d, None, None, 0.0)).view(2, -1, C)
-        counts += [block.numel() // moment[0].numel()] * moment.shape[1]
-        moments.append(moment)
-    means, variances = torch.cat(moments, 1).double()
+    counts, means, variances = [], [], []
+    for (block,) in blocks(x, channels=SUMS, whole=pilot is None and x.dtype == acc):
+        d = block.to(acc)
+        mean, var = mean_and_var(d if pilot is None else minus(d, pilot))
+        counts += [d.numel() // len(mean)] * (len(mean) // C)
+        means.append(mean.double())
+        variances.append(var.double())
+    if len(counts) == 1:
+        return means[0], variances[0]
     # Chan et al. 1983, section 3: merged around the common mean, nothing cancels.
-    share = torch.tensor(counts, dtype=torch.float64).div_(sum(counts))
-    mean = share @ means
-    return mean, share @ means.sub_(mean).square_().add_(variances)
+    share = torch.tensor(counts, dtype=torch.float64).mul_(C / x.numel()).view(-1, 1)
+    deviations = torch.cat(means).view(-1, C)
+    mean = (deviations * share).sum(0)
+    deviations -= mean
+    of_parts = torch.cat(variances).view(-1, C).addcmul_(deviations, deviations)
+    return mean, of_parts.mul_(share).sum(0)
 
 
 def normalize(
@@ -83,27 +80,30 @@ def normalize(
     eps: float,
     epilogue: Epilogue = NONE,
 ) -> tuple[Tensor, Tensor]:
-    C, acc = x.shape[1], accumulator_dtype(x)
-    count = packed[2 * C].item()
-    mean, var = (packed[: 2 * C] / max(count, 1.0)).view(2, C).unbind()
+    C = x.shape[1]
+    count = packed[-1].item()
+    moments = packed / max(count, 1.0)
+    mean, var = moments[:C], moments[C:-1]
     var.addcmul_(mean, mean, value=-1).clamp_(min=0)
-    hi, invstd = mean.to(acc), (var + eps).rsqrt_()
-    stats = empty_statistics(x)
-    torch.cat([hi, mean - hi, invstd, packed[2 * C :]], out=stats)
     if count:
         _track(running_mean, running_var, num_batches_tracked, momentum, mean, var, count)
-
+    var += eps
+    hi = mean.to(accumulator_dtype(x))
+    stats = torch.cat([hi, mean - hi, var.rsqrt(), packed[-1:]]).to(hi.dtype)
     y = empty_like_input(x)
     if x.numel() == 0:
         return y, stats
-    a, b = _scale_and_shift(stats, weight, bias)
-    centered = _well_centered(stats)
+    hi, lo, invstd = _unpack(stats)
+    a, b = _scale_and_shift(lo, invstd, weight, bias)
+    centered = _well_centered(mean, var)
     activation, negative_slope, residual, mask = epilogue
-    if activation is None and residual is None and centered and _is_dense(x):
-        return _affine_around(hi, x, a, b, centered, out=y), stats
-    for x_block, y_block, residual_block, mask_block in _blocks(x, y, residual, mask):
-        in_place = x.dtype == acc
-        z = _affine_around(hi, x_block.to(acc), a, b, centered, y_block if in_place else None)
+    in_place = x.dtype == hi.dtype
+    whole = in_place and centered and activation is None and residual is None
+    tensors = (x, y, residual, mask)
+    for x_block, y_block, residual_block, mask_block in blocks(
+        *tensors, channels=MAPS, whole=whole
+    ):
+        z = _affine_around(hi, x_block.to(hi.dtype), a, b, centered, y_block if in_place else None)
         if residual_block is not None:
             z += residual_block
         if mask_block is not None:
@@ -126,27 +126,21 @@ def backward_reduce(
 ) -> tuple[Tensor, Tensor, Tensor]:
     packed, grad_weight, grad_bias = empty_gradients(x, weight_dtype, bias_dtype)
     hi, lo, invstd = _unpack(stats)
-    sums = packed.zero_().view(2, -1)
-    sum_dy, sum_dy_xmu = sums.unbind()
+    packed.zero_()
     if x.numel():
         _, saved = epilogue.saved()
         gradient_of_z = _gradient_of_z(stats, weight, bias, epilogue)
-        in_place = epilogue.activation is None and x.dtype == hi.dtype
-        for x_block, dy_block, saved_block, dz_block in _blocks(
-            x, dy, saved, dz, in_place=in_place
+        whole = x.dtype == hi.dtype and epilogue.activation is None
+        for x_block, dy_block, saved_block, dz_block in blocks(
+            x, dy, saved, dz, channels=SUMS, whole=whole
         ):
             x_block, dy_block = x_block.to(hi.dtype), dy_block.to(hi.dtype)
             dy_block = gradient_of_z(dy_block, x_block, saved_block)
             if dz_block is not None:
                 dz_block.copy_(dy_block)
-            mean = _folded(hi, x_block)
-            one = torch.ones_like(mean)
-            _, of_dy_xmu, of_dy = torch.ops.aten.native_batch_norm_backward(
-                dy_block, x_block, one, None, None, mean, one, True, 0.0, (False, True, True)
-            )
-            sum_dy += of_dy.view(-1, hi.numel()).sum(0, dtype=torch.float64)
-            sum_dy_xmu += of_dy_xmu.view(-1, hi.numel()).sum(0, dtype=torch.float64)
-        sum_dy_xmu.addcmul_(lo, sum_dy, value=-1)
+            packed += sums_of_products(x_block, dy_block, hi)
+    sum_dy, sum_dy_xmu = packed[: len(hi)], packed[len(hi) :]
+    sum_dy_xmu.addcmul_(lo, sum_dy, value=-1)
     if weight_dtype:
         torch.mul(sum_dy_xmu, invstd, out=grad_weight)
     if bias_dtype:
@@ -167,22 +161,26 @@ def backward_input(
     if x.numel() == 0:
         return dx
     hi, lo, invstd = _unpack(stats)
-    mean_dy, mean_dy_xmu = (packed / stats[-1].item()).to(hi.dtype).view(2, -1).unbind()
+    from_means = (packed / -stats[-1].item()).to(hi.dtype)
+    from_mean_dy, from_mean_dy_xmu = from_means[: len(hi)], from_means[len(hi) :]
+    # dx = (x - hi) * b + d + dy * a
     a = invstd if weight is None else weight.to(hi.dtype) * invstd
-    b = (a * mean_dy_xmu).mul_(invstd).mul_(invstd).neg_()
-    d = (a * mean_dy).addcmul_(lo, b).neg_()
-    centered = _well_centered(stats)
-    if epilogue.activation is None and centered and x.dtype == hi.dtype and _is_dense(x):
-        _affine_around(hi, x, b, d, centered, out=dx)
-        return dx.addcmul_(dy, a.view(-1, *[1] * (x.dim() - 2)))
+    b = (a * from_mean_dy_xmu).mul_(invstd).mul_(invstd)
+    d = (a * from_mean_dy).addcmul_(lo, b, value=-1)
+    centered = _well_centered(hi * invstd, torch.ones_like(hi))
     _, saved = epilogue.saved()
     gradient_of_z = _gradient_of_z(stats, weight, bias, epilogue)
-    for x_block, dy_block, dx_block, saved_block in _blocks(x, dy, dx, saved):
+    in_place = x.dtype == hi.dtype
+    whole = in_place and centered and epilogue.activation is None
+    for x_block, dy_block, dx_block, saved_block in blocks(
+        x, dy, dx, saved, channels=MAPS, whole=whole
+    ):
         x_block, dy_block = x_block.to(hi.dtype), dy_block.to(hi.dtype)
         dy_block = gradient_of_z(dy_block, x_block, saved_block)
-        from_x = _affine_around(hi, x_block, b, d, centered)
-        scale = _folded(a, x_block).view(-1, *[1] * (x_block.dim() - 2))
-        dx_block.copy_(from_x.addcmul_(dy_block, scale))
+        result = _affine_around(hi, x_block, b, d, centered, dx_block if in_place else None)
+        add_product(result, dy_block, a)
+        if not in_place:
+            dx_block.copy_(result)
     return dx
 
 
@@ -193,9 +191,9 @@ def _gradient_of_z(
     activation, negative_slope, _, mask = epilogue
     if activation is None:
         return lambda dy, x, saved: dy
-    hi, *_ = _unpack(stats)
-    a, b = _scale_and_shift(stats, weight, bias)
-    centered = _well_centered(stats)
+    hi, lo, invstd = _unpack(stats)
+    a, b = _scale_and_shift(lo, invstd, weight, bias)
+    centered = _well_centered(hi * invstd, torch.ones_like(hi))
 
     def gradient_of_z(dy: Tensor, x: Tensor, saved: Tensor | None) -> Tensor:
         if mask is not None and saved is not None:
@@ -214,42 +212,25 @@ def _gradient_of_z(
 
 
 def _scale_and_shift(
-    stats: Tensor, weight: Tensor | None, bias: Tensor | None
+    lo: Tensor, invstd: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """``a`` and ``b`` of ``z = (x - hi) * a + b``."""
-    _, lo, invstd = _unpack(stats)
     a = invstd if weight is None else weight.to(lo.dtype) * invstd
-    return a, -lo * a if bias is None else bias.to(lo.dtype) - lo * a
+    b = torch.zeros_like(lo) if bias is None else bias.to(lo.dtype)
+    return a, torch.addcmul(b, lo, a, value=-1)
 
 
-def _minus(x: Tensor, c: Tensor) -> Tensor:
-    """``x - c`` per channel, in c's dtype: exact for x near c."""
-    return _affine_around(c, x.to(c.dtype), torch.ones_like(c), torch.zeros_like(c), centered=True)
-
-
-def _well_centered(stats: Tensor) -> bool:
-    mean, _, invstd = _unpack(stats)
-    return bool(((mean * invstd).abs_() <= _WELL_CENTERED).all())
+def _well_centered(mean: Tensor, var: Tensor) -> bool:
+    return torch.addcmul(var, mean, mean, value=-(_WELL_CENTERED**-2)).min().item() >= 0
 
 
 def _affine_around(
     hi: Tensor, x: Tensor, a: Tensor, b: Tensor, centered: bool, out: Tensor | None = None
 ) -> Tensor:
-    """``(x - hi) * a + b`` per channel, in one map where that loses nothing."""
-    if not centered:
-        x, hi = _minus(x, hi), torch.zeros_like(hi)
-    hi, a, b = (_folded(c, x) for c in (hi, a, b))
-    options = (x, a, b, hi, torch.ones_like(hi), False, 0.0, 0.0)
-    if out is None:
-        return torch.native_batch_norm(*options)[0]
-    unused = (hi.new_empty(0), hi.new_empty(0))
-    return torch.native_batch_norm(*options, out=(out, *unused))[0]
-
-
-def _folded(c: Tensor, block: Tensor) -> Tensor:
-    """A value per channel, for each of the channels that a block is folded into."""
-    k = block.shape[1] // c.numel()
-    return c if k == 1 else c.repeat(k)
+    """``(x - hi) * a + b`` of a block, in one map where that loses nothing."""
+    if centered:
+        return affine(x, hi, a, b, out)
+    return affine(minus(x, hi), torch.zeros_like(hi), a, b, out)
 
 
 def _track(
@@ -274,42 +255,7 @@ def _track(
         running.copy_(running.double().lerp_(value, momentum))
 
 
-def _unpack(stats: Tensor) -> tuple[Tensor, ...]:
+def _unpack(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """``hi``, ``lo`` and ``invstd``."""
-    return stats[:-1].view(3, -1).unbind()
-
-
-def _as_rows(x: Tensor) -> bool:
-    """Whether channels are next to each other in memory."""
-    return x.dim() == 2 or memory_format(x) != torch.contiguous_format
-
-
-def _is_dense(x: Tensor) -> bool:
-    return x.is_contiguous(memory_format=memory_format(x))
-
-
-def _blocks(x: Tensor, *others: Tensor | None, in_place: bool = False) -> Iterator[Any]:
-    """Blocks of tensors of one shape, as ``(n, C, S)`` or ``(1, k * C, rows, 1)``, as x lies.
-
-    A tensor that lies otherwise is copied; of an absent one, each block is None. Without
-    temporaries made of them, in place, blocks need not be small.
-    """
-    N, C = x.shape[:2]
-    most = x.numel() if in_place else _BLOCK
-
-    def batches(t: Tensor) -> Sequence[Tensor]:
-        return t.reshape(N, C, -1).contiguous().split(max(1, most * N // x.numel()))
-
-    def rows(t: Tensor) -> Sequence[Tensor]:
-        flat = t.movedim(1, -1).reshape(-1, C).contiguous()
-        k = max(1, min(_FOLDED_CHANNELS // C, len(flat) // _FOLDED_ROWS))
-        whole = len(flat) // k * k
-        parts = [*flat[:whole].view(-1, k * C).split(max(1, most // (k * C)))]
-        if whole < len(flat):
-            parts.append(flat[whole:])
-        # As images of one column, channels last: torch adds rows of two dimensions up column-wise.
-        return [part[None, :, None].permute(0, 3, 1, 2) for part in parts]
-
-    split = rows if _as_rows(x) else batches
-    others_split = (repeat(None) if t is None else split(t) for t in others)
-    yield from zip(split(x), *others_split, strict=False)
+    C = len(stats) // 3
+    return stats[:C], stats[C : 2 * C], stats[2 * C : -1]
