@@ -50,22 +50,21 @@ def channel_stats(x: Tensor) -> Tensor:
 def _moments(x: Tensor, pilot: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """``(C,)``, fp64: mean and biased variance of ``x - pilot`` per channel."""
     acc, C = accumulator_dtype(x), x.shape[1]
-    counts, means, variances = [], [], []
+    shares, means, variances = [], [], []
     for (block,) in blocks(x, channels=SUMS, whole=pilot is None and x.dtype == acc):
         d = block.to(acc)
-        mean, var = mean_and_var(d if pilot is None else minus(d, pilot))
-        counts += [d.numel() // len(mean)] * (len(mean) // C)
-        means.append(mean.double())
-        variances.append(var.double())
-    if len(counts) == 1:
-        return means[0], variances[0]
+        mean, var = (m.double() for m in mean_and_var(d if pilot is None else minus(d, pilot)))
+        if d.numel() == x.numel() and len(mean) == C:
+            return mean, var
+        k = len(mean) // C
+        shares.append(mean.new_full((k, 1), d.numel() / k / x.numel()))
+        means.append(mean.view(k, C))
+        variances.append(var.view(k, C))
     # Chan et al. 1983, section 3: merged around the common mean, nothing cancels.
-    share = torch.tensor(counts, dtype=torch.float64).mul_(C / x.numel()).view(-1, 1)
-    deviations = torch.cat(means).view(-1, C)
+    share, deviations, of_parts = map(torch.cat, (shares, means, variances))
     mean = (deviations * share).sum(0)
     deviations -= mean
-    of_parts = torch.cat(variances).view(-1, C).addcmul_(deviations, deviations)
-    return mean, of_parts.mul_(share).sum(0)
+    return mean, of_parts.addcmul_(deviations, deviations).mul_(share).sum(0)
 
 
 def normalize(
@@ -252,7 +251,7 @@ def _track(
         momentum = 1 / num_batches_tracked.item()
     unbiased = var * (count / max(count - 1, 1.0))
     for running, value in ((running_mean, mean), (running_var, unbiased)):
-        running.copy_(running.double().lerp_(value, momentum))
+        running.lerp_(value.to(running.dtype), momentum)
 
 
 def _unpack(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -51,12 +51,15 @@ def _images(whole: bool, t: Tensor) -> Sequence[Tensor]:
 
 def _rows(k: int, whole: bool, t: Tensor) -> Sequence[Tensor]:
     C = t.shape[1]
+    rows = t.numel() // C
+    if t.dim() > 2:
+        t = t.permute(0, *range(2, t.dim()), 1)
     most = max(1, (_SUMMED if whole else _TEMPORARY) // (k * C))
-    flat = (t if t.dim() == 2 else t.permute(0, *range(2, t.dim()), 1)).reshape(-1, C).contiguous()
-    end = len(flat) // k * k
-    if end == len(flat):
-        folded = flat.view(-1, k * C)
+    if rows % k == 0:
+        folded = t.reshape(rows // k, k * C).contiguous()
         return [folded] if len(folded) <= most else folded.split(most)
+    flat = t.reshape(rows, C).contiguous()
+    end = rows // k * k
     return [*flat[:end].view(-1, k * C).split(most), flat[end:]]
 
 
@@ -75,7 +78,9 @@ def _folded(c: Tensor, block: Tensor) -> Tensor:
 
 def _native(block: Tensor) -> Tensor:
     """A block as torch's batch norm takes it; rows as images of one column, channels last."""
-    return block[None, :, None].permute(0, 3, 1, 2) if block.dim() == 2 else block
+    if block.dim() > 2:
+        return block
+    return block.view(1, len(block), 1, -1).permute(0, 3, 1, 2)
 
 
 def mean_and_var(block: Tensor) -> tuple[Tensor, Tensor]:

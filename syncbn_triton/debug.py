@@ -7,8 +7,11 @@ others posted, for at most ``SYNCBN_TRITON_DEBUG_TIMEOUT`` seconds (60 unless se
 """
 
 import os
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import Thread
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 ENABLED = os.environ.get("SYNCBN_TRITON_DEBUG", "0") not in ("", "0")
+# Seconds for the store itself to answer, on top of those for the other ranks.
+_STORE_TIMEOUT = 10.0
 
 
 @dataclass(frozen=True)
@@ -94,8 +99,32 @@ def agree(call: Call, group: dist.ProcessGroup) -> None:
 
     Raises:
         RuntimeError: On every rank, if one is about to make another call, naming what differs; or
-            on those that came, if one did not come in time.
+            on those that came, if one did not come in time, or the store does not answer.
     """
+    # The store's client waits for its host for good, also once a link between them is cut.
+    agreed: Future[None] = Future()
+    Thread(target=_settle, args=(agreed, call, group), daemon=True).start()
+    seconds = _timeout().total_seconds() + _STORE_TIMEOUT
+    try:
+        agreed.result(seconds)
+    except FutureTimeoutError:
+        raise RuntimeError(
+            f"rank {dist.get_rank()} waits in the {call}, and the process group's store did not "
+            f"answer within {seconds:g} s: its host cannot be reached"
+        ) from None
+
+
+def _settle(agreed: Future[None], call: Call, group: dist.ProcessGroup) -> None:
+    """Sets the result of what this rank and the others say in the store."""
+    try:
+        _compare(call, group)
+    except Exception as error:
+        agreed.set_exception(error)
+    else:
+        agreed.set_result(None)
+
+
+def _compare(call: Call, group: dist.ProcessGroup) -> None:
     store, rank, ranks = _store(), dist.get_rank(), dist.get_process_group_ranks(group)
     number = _calls_in_group.get(group, 0)
     prefix = f"syncbn_triton/{group.group_name}"
@@ -117,8 +146,7 @@ def agree(call: Call, group: dist.ProcessGroup) -> None:
 
 def _await(call: Call, post: str, rank: int, ranks: list[int]) -> None:
     """Waits until all ranks have posted, or withdraws this rank's post and raises."""
-    store = _store()
-    timeout = timedelta(seconds=float(os.environ.get("SYNCBN_TRITON_DEBUG_TIMEOUT", "60")))
+    store, timeout = _store(), _timeout()
     try:
         store.wait([post.format(r) for r in ranks], timeout)
     except RuntimeError as error:
@@ -143,6 +171,10 @@ def _last_evaluation(rank: int) -> str:
 
 def _evaluation_key(rank: int) -> str:
     return f"syncbn_triton/evaluation/{rank}"
+
+
+def _timeout() -> timedelta:
+    return timedelta(seconds=float(os.environ.get("SYNCBN_TRITON_DEBUG_TIMEOUT", "60")))
 
 
 def _store() -> Any:

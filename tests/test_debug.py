@@ -7,7 +7,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from unittest.mock import patch
+from threading import Event
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -227,6 +228,23 @@ def test_r7_an_error_leaves_no_trace(
     debug_ranks: RankPool, function: Callable[[int, Path], None], tmp_path: Path
 ) -> None:
     debug_ranks.run(2, function, tmp_path)
+
+
+def meet_without_a_store(rank: int) -> str:
+    silent = Mock(wait=lambda *arguments: Event().wait())
+    call = debug.forward_call(torch.randn(2, 3), training=True)
+    with (
+        patch.dict(os.environ, SYNCBN_TRITON_DEBUG_TIMEOUT="0.1"),
+        patch.object(debug, "_STORE_TIMEOUT", 0.2),
+        patch.object(debug, "_store", lambda: silent),
+    ):
+        return error_of(lambda: debug.agree(call, dist.group.WORLD))
+
+
+def test_r7_a_store_out_of_reach_is_told(debug_ranks: RankPool) -> None:
+    for rank, message in enumerate(debug_ranks.run(2, meet_without_a_store)):
+        assert message.startswith(f"rank {rank} waits in the forward of 'no module', call ")
+        assert "store did not answer within 0.3 s" in message
 
 
 def train_on_rank_zero_first(rank: int) -> None:
