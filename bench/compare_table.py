@@ -130,26 +130,34 @@ def write_csv(path: Path, result: Record) -> None:
 
 
 def draw(path: Path, result: Record) -> None:
-    """Ratios of all inputs, a panel for each world."""
+    """Ratios of all inputs, a panel for each world and a line for each contestant."""
     by_world = worlds(result["records"])
-    most = max(len(records) for records in by_world.values())
-    figure = Figure(figsize=(12, 2 + 0.22 * most), layout="constrained")
-    panels: Any = figure.subplots(1, len(by_world), sharey=True, squeeze=False)[0]
+    names = [name for name in COLORS if name in contestants(result["records"])]
+    figure = Figure(figsize=(9, 1.3 + 0.4 * len(names)), layout="constrained")
+    panels: Any = figure.subplots(1, len(by_world), sharex=True, sharey=True, squeeze=False)[0]
     for axes, (world, records) in zip(panels, by_world.items(), strict=True):
-        names = [name for name in contestants(records) if name != NATIVE]
-        for who in names:
-            points = [(ratio(r, who), i) for i, r in enumerate(records) if who in r["times"]]
-            xy = zip(*points, strict=True)
-            axes.plot(*xy, "o", color=COLORS[who], markersize=5, label=who)
+        for line, who in enumerate(names):
+            timed = [r for r in records if who in r["times"]]
+            for last, face in ((False, COLORS[who]), (True, "none")):
+                ratios = [ratio(r, who) for r in timed if (r["format"] != "contiguous") == last]
+                style = {"facecolor": face, "edgecolor": COLORS[who], "linewidth": 0.8}
+                axes.scatter(ratios, [line] * len(ratios), s=18, alpha=0.7, **style)
+            if timed:
+                mean = statistics.geometric_mean(ratio(r, who) for r in timed)
+                axes.plot(mean, line, "|", color="black", markersize=16, markeredgewidth=2)
         axes.axvline(1, color="0.4", linewidth=1)
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:g}")
-        axes.set(title=f"world of {world}", xlabel=f"forward and backward, times {NATIVE}'s")
-        axes.set_yticks(range(len(records)), [label(r) for r in records], fontsize=7)
-        axes.grid(alpha=0.25)
+        axes.set_yticks(range(len(names)), names)
+        axes.set_ylim(len(names) - 0.4, -0.6)
+        axes.set_title(f"{world} process{'es' if world > 1 else ''}", fontsize="medium")
+        axes.grid(axis="x", alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize=7)
-    panels[0].invert_yaxis()
     conditions = f"{result['device']}, {result['cpus']} CPUs, torch {result['torch']}, fp32"
-    figure.supxlabel(f"{conditions}, {result['date'][:10]}", fontsize="small", color="0.35")
+    figure.supxlabel(
+        f"time of forward and backward, in times of {NATIVE}'s; a dot is an input, hollow if "
+        f"channels-last, a bar the geometric mean\n{conditions}, {result['date'][:10]}",
+        fontsize="x-small",
+        color="0.35",
+    )
     figure.savefig(path, dpi=130)
