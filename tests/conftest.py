@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from gpu_stand_ins import STAND_INS
 from ranks import RankPool
 
 from syncbn_triton.backend import VARIABLE, backend_for
@@ -29,6 +30,25 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     backend_for.cache_clear()
     yield request.param
     backend_for.cache_clear()
+
+
+@pytest.fixture
+def aten(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Torch's operators, but in tests of each backend: interpreted kernels would take minutes."""
+    if "backend" in request.fixturenames:
+        yield
+        return
+    monkeypatch.setenv(VARIABLE, "aten")
+    backend_for.cache_clear()
+    yield
+    backend_for.cache_clear()
+
+
+@pytest.fixture
+def operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's operators for GPUs, played on the CPU."""
+    for stand_in in STAND_INS:
+        monkeypatch.setattr(torch, stand_in.__name__, stand_in)
 
 
 @pytest.fixture(autouse=True)

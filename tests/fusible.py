@@ -1,4 +1,4 @@
-"""Small networks of the usual shapes, with what they have after their batch norms."""
+"""Small networks of the usual shapes, with what they have after their batch norms, and steps."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,6 +6,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from syncbn_triton import convert_sync_batchnorm
 
 
 class Bottleneck(nn.Module):
@@ -149,3 +151,30 @@ def step(model: nn.Module, x: Tensor) -> dict[str, Any]:
     results["evaluated"] = model.eval()(x).detach()
     model.zero_grad()
     return {name: result for name, result in results.items() if result is not None}
+
+
+def images(*size: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*(size or (4, 3, 8, 8)), dtype=dtype)
+
+
+def converted(model: nn.Module) -> nn.Module:
+    return convert_sync_batchnorm(model.double())
+
+
+def with_hook(module: nn.Module) -> None:
+    module.register_forward_hook(lambda *_: None)
+
+
+def assert_same(
+    ours: dict[str, Tensor], right: dict[str, Tensor], tolerance: float = 1e-12
+) -> None:
+    """Equal but for the order of roundings in fp64."""
+    assert ours.keys() == right.keys()
+    largest = max(
+        float(value.abs().amax()) for value in right.values() if value.is_floating_point()
+    )
+    for name, value in right.items():
+        error = (ours[name] - value).abs().amax()
+        assert error <= tolerance * largest, (
+            f"{name}: error {error:.1e}, largest value {largest:.1e}"
+        )
