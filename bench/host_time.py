@@ -58,7 +58,9 @@ def launches(take_step: Callable[[], None]) -> dict[str, Callable[[], object]]:
         by_triton = partial(plan._kernel.run, *arguments, grid=plan._grid, warmup=False)
         name = plan._kernel.__name__.removesuffix("_kernel")
         calls[f"{name}, planned"] = partial(plan.launch, *tensors, scalars=scalars)
-        calls[f"{name}, by Triton"] = partial(by_triton, num_warps=plan._num_warps)
+        calls[f"{name}, by Triton"] = partial(
+            by_triton, num_warps=plan._num_warps, enable_fp_fusion=True
+        )
     return calls
 
 
