@@ -98,9 +98,8 @@ def normalize(
     activation, negative_slope, residual, mask = epilogue
     in_place = x.dtype == hi.dtype
     whole = in_place and centered and activation is None and residual is None
-    tensors = (x, y, residual, mask)
     for x_block, y_block, residual_block, mask_block in blocks(
-        *tensors, channels=MAPS, whole=whole
+        x, y, residual, mask, channels=MAPS, whole=whole
     ):
         z = _affine_around(hi, x_block.to(hi.dtype), a, b, centered, y_block if in_place else None)
         if residual_block is not None:
@@ -251,7 +250,7 @@ def _track(
         momentum = 1 / num_batches_tracked.item()
     unbiased = var * (count / max(count - 1, 1.0))
     for running, value in ((running_mean, mean), (running_var, unbiased)):
-        running.lerp_(value.to(running.dtype), momentum)
+        running.copy_(running.double().lerp_(value, momentum))
 
 
 def _unpack(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,6 +14,8 @@ from steps import check_step_on_ranks, fresh, step_on_ranks
 from test_kernels import make_layer
 from torch import Tensor
 
+from syncbn_triton import SyncBatchNorm
+
 FORMATS = pytest.mark.parametrize(
     "memory_format", [torch.contiguous_format, torch.channels_last], ids=str
 )
@@ -185,3 +187,12 @@ def test_n11_gradient_of_the_weight_where_the_mean_dwarfs_the_deviation(
     xs = [torch.randn(2, 3, 64, 64) / ratio + 1 for _ in range(2)]
     step, dy = step_on_ranks(ranks, backend, layer, xs, memory_format)
     assert relative_error(step.grad_weight, exact_step(layer, xs, dy).grad_weight) < 1e-5
+
+
+def test_half_precision_running_variance_takes_its_share_of_one_out_of_range(backend: str) -> None:
+    """The share of the batch is taken in fp64: rounded first, the variance would be infinite."""
+    layer = SyncBatchNorm(2, momentum=0.1).half()
+    x = torch.tensor([[300.0, 1.0], [-300.0, -1.0]])
+    layer(x)
+    # Unbiased variances of 180000, above half precision's 65504, and of 2.
+    assert layer.running_var.tolist() == torch.tensor([18000.9, 1.1]).half().tolist()
