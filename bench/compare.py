@@ -28,6 +28,7 @@ import random
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 
@@ -183,13 +184,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Ranks are killed, which a compiler's own processes would outlive.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     result = conditions(options.device)
-    pool = RankPool()
-    try:
+    with closing(RankPool()) as pool:
         result["records"] = measure(
             pool, cases, options.worlds, options.device, options.seconds, not options.no_compile
         )
-    finally:
-        pool.close()
     options.out.mkdir(parents=True, exist_ok=True)
     write_json(options.out / "compare.json", result)
     write_csv(options.out / "compare.csv", result)

@@ -8,6 +8,7 @@ included, runs as it does over NCCL, which refuses two ranks on one device.
 
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
@@ -115,11 +116,8 @@ def main() -> None:
     """Runs all cases in one pool of ranks."""
     # Both ranks are on this machine, which may know no network.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    pool = RankPool()
-    try:
+    with closing(RankPool()) as pool:
         emit(records(torch.device("cuda", torch.cuda.current_device()), pool))
-    finally:
-        pool.close()
 
 
 if __name__ == "__main__":

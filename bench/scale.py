@@ -25,6 +25,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -176,11 +177,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     own = options.interface is None and enter_own_network()
     os.environ["GLOO_SOCKET_IFNAME"] = interface
     result = conditions("cpu") | {"interface": interface, "own_network": own}
-    pool = RankPool()
-    try:
+    with closing(RankPool()) as pool:
         records = measure(pool, options.worlds, options.channels, interface, options.seconds)
-    finally:
-        pool.close()
     result |= {"records": records, "model": fit(records, os.cpu_count() or 1)}
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "scale.json").write_text(json.dumps(result, indent=1) + "\n")

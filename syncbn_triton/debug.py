@@ -115,7 +115,7 @@ def agree(call: Call, group: dist.ProcessGroup) -> None:
 
 
 def _settle(agreed: Future[None], call: Call, group: dist.ProcessGroup) -> None:
-    """Sets the result of what this rank and the others say in the store."""
+    """Hands the end of the comparison, or its error, to the thread that waits for it."""
     try:
         _compare(call, group)
     except Exception as error:
@@ -125,6 +125,7 @@ def _settle(agreed: Future[None], call: Call, group: dist.ProcessGroup) -> None:
 
 
 def _compare(call: Call, group: dist.ProcessGroup) -> None:
+    """Posts this rank's call, and raises unless all ranks post the same in time."""
     store, rank, ranks = _store(), dist.get_rank(), dist.get_process_group_ranks(group)
     number = _calls_in_group.get(group, 0)
     prefix = f"syncbn_triton/{group.group_name}"
